@@ -1,0 +1,48 @@
+"""nnterp: one module vocabulary and one set of named values for every decoder-only transformer, on top of nnsight.
+
+``StandardizedTransformer`` loads a checkpoint of any family; ``model.layers[3].self_attn.attention_probabilities`` then means the
+same on each of them. `nnterp.components` says what every value is, `nnterp.families` which plugin serves which ``model_type``,
+`nnterp.plugins` how to publish a family.
+"""
+
+from typing import Any
+
+from nnterp.components import (
+    Attention,
+    DerivedEProperty,
+    EProperty,
+    Layer,
+    Mlp,
+    Standard,
+    Unavailable,
+    axis_size,
+    unavailable,
+)
+from nnterp.families import UnsupportedFamily
+from nnterp.standardized import Standardized, StandardizedTransformer
+
+__all__ = [
+    "Attention",
+    "DerivedEProperty",
+    "EProperty",
+    "Layer",
+    "Mlp",
+    "Standard",
+    "Standardized",
+    "StandardizedTransformer",
+    "StandardizedVLLM",  # noqa: F822 - from nnterp-vllm, resolved on first use
+    "Unavailable",
+    "UnsupportedFamily",
+    "axis_size",
+    "unavailable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "StandardizedVLLM":
+        raise AttributeError(f"module 'nnterp' has no attribute {name!r}")
+    try:
+        from nnterp_vllm import StandardizedVLLM
+    except ImportError as error:
+        raise ImportError("StandardizedVLLM comes with another package: pip install 'nnterp[vllm]'") from error
+    return StandardizedVLLM

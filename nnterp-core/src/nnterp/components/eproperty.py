@@ -1,0 +1,421 @@
+"""Standard values: descriptors whose location is a path from the envoy that hosts them.
+
+nnsight's `eproperty` serves one location of its host. A standard value sits somewhere near its host: the module's own
+output, a sibling norm's, an argument of a call inside the forward. `EProperty` says where with a path, can say why a value
+is not there (`Unavailable`), and checks an assignment against what it replaces at the line that makes it.
+"""
+
+import typing
+from collections.abc import Callable
+from copy import copy
+from functools import cache, partial
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from nnsight import Envoy
+from nnsight.intervention.eproperty import WriteBack, eproperty
+from nnsight.intervention.interleaver import Mediator
+from nnsight.intervention.source import STATE, Source, SourceNotAvailable
+from nnsight.intervention.util import first_input, replace_first_input
+
+Reason = str | Callable[[Any], str | None] | None
+Select = int | str | tuple[int, str] | Callable[[Any], Any] | None
+
+#: `EProperty.select`: the first element of a tuple or list, the value itself when it is neither.
+FIRST = "first of a tuple"
+
+
+class Unavailable(RuntimeError):
+    """A standard value this checkpoint does not have, and why.
+
+    Raised on access, before the model runs, at the line that asks. ``support()`` of a model or an envoy reports the same
+    reasons without raising.
+    """
+
+
+@cache
+def parsed(path: str) -> tuple[bool, int, tuple[str, ...], str]:
+    """``(from the root, parents up, segments, served attribute)`` of a path."""
+    rest = path.removeprefix("/")
+    ups = 0
+    while rest.startswith("../"):
+        rest, ups = rest[3:], ups + 1
+    *segments, attribute = rest.split(".")
+    return path.startswith("/"), ups, tuple(segments), attribute
+
+
+def child(host: Any, name: str) -> Envoy | None:
+    """The child envoy ``name`` (standard or native) of ``host``, or None when its module has no such child."""
+    found = host.__dict__.get(name)
+    if isinstance(found, Envoy):
+        return found
+    return getattr(host, name) if isinstance(getattr(host._module, name, None), torch.nn.Module) else None
+
+
+class EProperty(eproperty):
+    """A standard value: a location given as a path, with a layout, that can be unavailable.
+
+    Args:
+        key: Where the value lives, relative to the host: dotted segments that end in the served attribute (``"output"``,
+            ``"o_proj.input"``). A leading ``/`` starts at the model's root, each leading ``../`` at the parent. A segment is
+            a child module, by its standard or native name; ``source`` enters the forward that the path has reached, and the
+            segment after it is one of nnsight's operation labels. A function of the envoy that returns such a path is
+            called on every access. Default: the value's own name.
+        description: One line for the repr of the model.
+        unavailable: Why the value does not exist, or a function of the envoy that returns why, or None where it does.
+        select: One element of what the location serves: a positional index or keyword of ``inputs`` (or both, as
+            ``(index, keyword)``, for an argument that may be passed either way), a tuple index or key of an output, `FIRST`,
+            or a function of the envoy that returns one of these. A write puts that element back and keeps the others.
+        resizable: Axes an assignment may change the size of.
+
+    Decorating a function makes it the read view, ``preprocess(envoy, element)``; its return annotation is the layout. A view
+    that shares memory needs nothing else for in-place edits; ``.postprocess`` maps an assigned value back to the element, and
+    ``.transform`` does so for a read that had to copy.
+
+    Reads and writes raise `Unavailable` with the reason, ValueError outside a trace, and nnsight's ``SourceNotAvailable``
+    where an operation is not in the forward. An assignment that differs in rank, shape, dtype or device from what it
+    replaces raises ValueError, one that is no tensor raises TypeError; nothing is broadcast or cast.
+    """
+
+    def __init__(
+        self,
+        key: str | Callable[[Any], str] | None = None,
+        description: str | None = None,
+        unavailable: Reason = None,
+        select: Select | Callable = None,
+        resizable: tuple[str, ...] = (),
+    ) -> None:
+        eproperty.__init__(self, None, description)
+        self.key = key
+        self.select = select
+        self.resizable = resizable
+        self._unavailable = unavailable
+        self._layout: Any = None
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+        if self.key is None:
+            self.key = name
+
+    def __reduce__(self) -> tuple:
+        # A property pickles as one, without its attributes; a class shipped by value needs them.
+        return _rebuild, (type(self), dict(self.__dict__))
+
+    def at(self, key: str | Callable[[Any], str], select: Any = ..., unavailable: Any = ...) -> "EProperty":
+        """The same value at another place: a copy with its own path, and `select` or `unavailable` where given."""
+        moved = copy(self)
+        moved.key = key
+        if select is not ...:
+            moved.select = select
+        if unavailable is not ...:
+            moved._unavailable = unavailable
+        return moved
+
+    # -- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def _annotated(self) -> Callable | None:
+        return self._preprocess
+
+    @property
+    def layout(self) -> Any:
+        """The value's axes as a jaxtyping type (``Residual``, ``Pattern``, …), or None where it has none.
+
+        Read off the return annotation of the function that defines the value. ``isinstance(tensor, layout)`` checks rank and
+        dtype; `dims` names the axes.
+        """
+        if self._layout is None and self._annotated is not None:
+            hint = typing.get_type_hints(self._annotated).get("return")
+            options = [hint, *typing.get_args(hint)]
+            self._layout = next((option for option in options if hasattr(option, "dim_str")), False)
+        return self._layout or None
+
+    @property
+    def dims(self) -> tuple[str, ...] | None:
+        """The axis names of `layout`, in order: ``("batch", "seq", "hidden_size")``; None without one."""
+        return tuple(self.layout.dim_str.split()) if self.layout is not None else None
+
+    @property
+    def layout_name(self) -> str | None:
+        """The name the layout has where the value is defined (``"Residual"``)."""
+        names = self._annotated.__globals__.items() if self.layout is not None else ()
+        return next((name for name, value in names if value is self.layout), None)
+
+    def __str__(self) -> str:
+        reason = f"Unavailable: {self._unavailable}" if isinstance(self._unavailable, str) else self.description
+        layout = f" -> {self.layout_name or 'Tensor'} [{', '.join(self.dims)}]" if self.layout is not None else ""
+        return f"({self.name}){layout}: {reason}"
+
+    # -- where it is ------------------------------------------------------------------------------------------------
+
+    def path(self, obj: Any) -> str:
+        """The path of this value on ``obj``."""
+        return self.key(obj) if callable(self.key) else self.key
+
+    def inside_forward(self, obj: Any) -> bool:
+        """Whether the value is an operation inside a forward, reached through ``source``."""
+        return "source" in parsed(self.path(obj))[2]
+
+    @staticmethod
+    def attribute(path: str) -> str:
+        """The served attribute a path ends in: ``output``, ``input``, ``inputs``, or a location of the host's own."""
+        return parsed(path)[3]
+
+    def reason(self, obj: Any) -> str | None:
+        """Why this value is not available on ``obj``, or None when it is."""
+        reason = self._unavailable(obj) if callable(self._unavailable) else self._unavailable
+        if reason is not None or self.key is None:
+            return reason
+        from_root, ups, segments, attribute = parsed(self.path(obj))
+        host = self._start(obj, from_root, ups)
+        for segment in segments:
+            if segment == "source":
+                return None
+            found = child(host, segment)
+            if found is None:
+                return f"no {segment} module on this {role(host)}"
+            host = found
+        refuses = getattr(host, "tap_reason", None)
+        return refuses(attribute) if refuses is not None else None
+
+    @staticmethod
+    def _start(obj: Any, from_root: bool, ups: int) -> Any:
+        host = obj.root if from_root else obj
+        for _ in range(ups):
+            host = host.parent
+        return host
+
+    def _host(self, obj: Any) -> tuple[Any, str]:
+        """The envoy or operation that serves the value, and the attribute it is served under."""
+        path = self.path(obj)
+        from_root, ups, segments, attribute = parsed(path)
+        host = self._start(obj, from_root, ups)
+        for segment in segments:
+            if segment == "source":
+                refuse_late(self, obj, host)
+                host = host.source
+            elif isinstance(host, Source):
+                if segment not in host.names:
+                    raise SourceNotAvailable(
+                        f"{self.name} of {obj.path} is read at {path!r}, and there is no operation {segment!r} in that "
+                        f"forward; there are: {', '.join(host.names)}"
+                    )
+                host = host.node(segment)
+            else:
+                host = child(host, segment)
+        return host, attribute
+
+    def _location(self, obj: Any) -> str:
+        host, attribute = self._host(obj)
+        return f"{host.path}.{'input' if attribute == 'inputs' else attribute}"
+
+    def _require(self, obj: Any) -> Mediator:
+        reason = self.reason(obj)
+        if reason is not None:
+            raise Unavailable(f"{self.name} of {obj.path} ({type(obj._module).__name__}) is unavailable: {reason}")
+        mediator = getattr(getcurrent(), "mediator", None)
+        if mediator is None:
+            raise ValueError(
+                f"{self.name} of {obj.path} exists only while the model runs: read or assign it inside a "
+                f"`with model.trace(...):` block, and .save() it there to keep it"
+            )
+        return mediator()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        if obj is None:
+            return self
+        try:
+            mediator = self._require(obj)
+            location = self._location(obj)
+            if self._transform is not None:
+                occurrence = mediator.wanted(location)
+                waiting = mediator.transform
+                if waiting is not None and waiting.key == (self, location, occurrence):
+                    return waiting.view
+            raw = Mediator.value(location)
+            value = self._view(obj, self._pick(obj, raw))
+            if self._transform is not None:
+                back = partial(self._write_back, obj, value, raw)
+                mediator.transform = WriteBack(back, value, self, location, occurrence)
+            return value
+        except AttributeError as error:
+            # A property's AttributeError turns into "no such attribute" on the way out, which hides where it came from.
+            raise RuntimeError(f"reading {self.name} of {obj.path} failed: {error}") from error
+
+    def _view(self, obj: Any, element: Any) -> Any:
+        return element if self._preprocess is None else self._preprocess(obj, element)
+
+    def _write_back(self, obj: Any, view: Any, raw: Any) -> Any:
+        return self._pack(obj, raw, self._transform(obj, view, self._pick(obj, raw)))
+
+    # -- one element of what a location serves ------------------------------------------------------------------------
+
+    def _selected(self, obj: Any) -> tuple[str, Any]:
+        select = self.select(obj) if callable(self.select) else self.select
+        return self.attribute(self.path(obj)), select
+
+    def _pick(self, obj: Any, raw: Any) -> Any:
+        attribute, select = self._selected(obj)
+        if attribute in ("input", "inputs"):
+            args, kwargs = raw
+            if select is None:
+                return first_input(args, kwargs) if attribute == "input" else raw
+            index, keyword = select if isinstance(select, tuple) else (select, select)
+            if isinstance(index, int) and index < len(args):
+                return args[index]
+            if keyword in kwargs:
+                return kwargs[keyword]
+            raise ValueError(
+                f"{self.name} of {obj.path} is the argument {select!r}, and this call passed {len(args)} positional "
+                f"arguments and {', '.join(map(repr, kwargs)) or 'no keywords'}"
+            )
+        if select is None or (select is FIRST and not isinstance(raw, (tuple, list))):
+            return raw
+        return raw[0 if select is FIRST else select]
+
+    def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
+        attribute, select = self._selected(obj)
+        if attribute in ("input", "inputs"):
+            args, kwargs = raw
+            if select is None:
+                return replace_first_input(args, kwargs, value) if attribute == "input" else value
+            index, keyword = select if isinstance(select, tuple) else (select, select)
+            if isinstance(index, int) and index < len(args):
+                return (*args[:index], value, *args[index + 1 :]), kwargs
+            return args, {**kwargs, keyword: value}
+        if select is None or (select is FIRST and not isinstance(raw, (tuple, list))):
+            return value
+        select = 0 if select is FIRST else select
+        if isinstance(raw, (tuple, list)):
+            elements = list(raw)
+            elements[select] = value
+            return type(raw)(*elements) if hasattr(raw, "_fields") else type(raw)(elements)
+        packed = copy(raw)
+        packed[select] = value
+        return packed
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        self._require(obj)
+        location = self._location(obj)
+        raw = Mediator.value(location)
+        element = self._pick(obj, raw)
+        self._check(obj, value, self._view(obj, element))
+        if self._postprocess is not None:
+            value = self._postprocess(obj, value)
+        Mediator.swap(location, self._pack(obj, raw, value))
+
+    def _check(self, obj: Any, value: Any, replaced: Any) -> None:
+        """Refuse an assignment that is not shaped like what it replaces."""
+        if not isinstance(replaced, torch.Tensor):
+            return
+        what = f"{self.name} of {obj.path}"
+        if self.layout is not None:
+            what += f" is {self.layout_name or 'laid out'} [{', '.join(self.dims)}]: it"
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{what} takes a tensor of shape {tuple(replaced.shape)}, not {type(value).__name__}")
+        free = [axis in self.resizable for axis in self.dims or ()] or [False] * replaced.dim()
+        if value.dim() != replaced.dim() or any(
+            not loose and got != expected
+            for loose, got, expected in zip(free, value.shape, replaced.shape, strict=True)
+        ):
+            raise ValueError(
+                f"{what} takes shape {tuple(replaced.shape)} in this call, and {tuple(value.shape)} was assigned; "
+                f"nothing is broadcast, so .expand(), slice or reshape it first"
+            )
+        if value.dtype != replaced.dtype:
+            raise ValueError(f"{what} takes {replaced.dtype}, and {value.dtype} was assigned; cast it with .to()")
+        if value.device != replaced.device:
+            raise ValueError(
+                f"{what} is on {replaced.device}, and the tensor assigned is on {value.device}; move it there"
+            )
+
+
+def refuse_late(value: EProperty, obj: Any, host: Any) -> None:
+    """Refuse the first use of a forward's operations after that forward has begun to run.
+
+    Operations are counted from when they are first asked for, so a read that starts at a later call would be answered with
+    another call's value.
+    """
+    interleaver = host.interleaver if isinstance(host, Envoy) else host.envoy.interleaver
+    if isinstance(host, Envoy):
+        state = host._module.__dict__.get(STATE)
+        ready = state is not None and state.sourced
+    else:
+        ready = interleaver.sourced.get(host.path) is not None
+    mediator = getattr(getcurrent(), "mediator", None)
+    if not ready and mediator is not None and mediator().occurrence(f"{host.path}.input"):
+        raise SourceNotAvailable(
+            f"{value.name} of {obj.path} is an operation inside {host.path}, which has already been called in this run: read "
+            f"it from the first call on, or set `sourced = True` on {type(obj).__name__} to have it there from the start"
+        )
+
+
+def _rebuild(cls: type, state: dict) -> "EProperty":
+    value = cls.__new__(cls)
+    value.__dict__.update(state)
+    return value
+
+
+class DerivedEProperty(EProperty):
+    """A value computed from other served values, in the trace, when it is read. Read-only.
+
+    Args:
+        compute: ``compute(envoy)``, called at each read; it may read any number of values in forward order. Its return
+            annotation is the layout.
+        description: One line for the repr.
+        unavailable: As for `EProperty`.
+        instead: What to assign to change this value, for the error an assignment raises (AttributeError).
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Any], Any],
+        description: str | None = None,
+        unavailable: Reason = None,
+        instead: str | None = None,
+    ) -> None:
+        EProperty.__init__(self, None, description, unavailable)
+        self.compute = compute
+        self.instead = instead
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @property
+    def _annotated(self) -> Callable | None:
+        return self.compute
+
+    def inside_forward(self, obj: Any) -> bool:
+        return False
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        if obj is None:
+            return self
+        self._require(obj)
+        try:
+            return self.compute(obj)
+        except AttributeError as error:
+            raise RuntimeError(f"reading {self.name} of {obj.path} failed: {error}") from error
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        hint = f"; assign {self.instead}" if self.instead else ""
+        raise AttributeError(f"{self.name} of {obj.path} is derived and read-only{hint}")
+
+
+def unavailable(reason: str) -> EProperty:
+    """A value a family does not have: assign it in the class body in place of the inherited one.
+
+    The name stays in the tree, in the repr and in ``support()`` with ``reason``; any access raises `Unavailable` with it.
+    """
+    return EProperty(description=reason, unavailable=reason)
+
+
+def role(envoy: Any) -> str:
+    """What to call ``envoy`` in a message: block, attention, model."""
+    return getattr(type(envoy), "ROLE", None) or envoy.path.rsplit(".", 1)[-1]

@@ -1,0 +1,245 @@
+"""What the envoys of a block share: their values, why some are missing, and where the values they add are served."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nnsight import Envoy
+from nnsight.intervention.source import STATE, install_source
+from torch import nn
+
+from nnterp.components.eproperty import EProperty, role
+from nnterp.components.taps import CannotTap, Rule, tapped
+
+#: (function, rules, native names) -> the tapped copy, or why there is none. One entry per forward of a family.
+_copies: dict[tuple, Any] = {}
+
+
+class NoSuchName(AttributeError):
+    """An attribute that neither an envoy nor its module has. The words are found when they are shown: nnsight asks every
+    envoy for names that most do not have."""
+
+    def __init__(self, envoy: Any, name: str) -> None:
+        super().__init__(name=name, obj=envoy)
+
+    def __str__(self) -> str:
+        return self.obj._unknown(self.name)
+
+
+class Standard(Envoy):
+    """An envoy that carries standard values.
+
+    Attributes:
+        sourced: Whether nnsight's operations of this module's forward (``source``) are there from the start of every run. A
+            class whose values are such operations sets it; without it, an operation can only be read from the first call of
+            a run on.
+        TAPS: Locations that this class adds inside its module's forward, each with the rule that places it
+            (`nnterp.components.taps`). Served under the location's name.
+    """
+
+    sourced: bool = False
+    TAPS: Mapping[str, Rule] = {}
+    ROLE = "module"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._renew()
+
+    def _update(self, module: nn.Module) -> None:
+        super()._update(module)
+        self._renew()
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if not hasattr(self.interleaver, "stale"):  # rebuilt on a server that runs a plain model
+            from nnterp.components import interface
+
+            interface.serve_always()
+            self.install()
+
+    def _renew(self) -> None:
+        if self.TAPS or self.sourced:
+            self.interleaver.stale = True
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def values(cls) -> dict[str, EProperty]:
+        """The standard values of this class by name, base classes first."""
+        found = {}
+        for klass in reversed(cls.__mro__):
+            for name, attribute in vars(klass).items():
+                if isinstance(attribute, EProperty):
+                    found[name] = attribute
+                else:
+                    found.pop(name, None)
+        return found
+
+    def support(self) -> dict[str, str | None]:
+        """Why each value is unavailable here, or None where it is available. Runs nothing."""
+        return {name: value.reason(self) for name, value in self.values().items()}
+
+    # -- locations inside the forward ---------------------------------------------------------------------------------
+
+    def natives(self) -> dict[str, str]:
+        """The native name of each child, by standard name."""
+        return {alias: path for alias, path in self._aliases.items() if "." not in path}
+
+    def install(self) -> None:
+        """Put this envoy's locations in its module's forward. Called when a run starts; does nothing where they are."""
+        if self.sourced:
+            install_source(self)
+        if not self.TAPS:
+            return
+        state = self._module.__dict__[STATE]
+        copy_ = self._tapped(state.body if state.sourced else state.original)
+        if not isinstance(copy_, str):
+            state.body = copy_
+
+    def _tapped(self, function: Any) -> Any:
+        """The copy of ``function`` that serves, or the reason there is none; a copy that already serves is returned as is."""
+        if "__serve__" in getattr(function, "__globals__", ()):
+            return function
+        key = (function, type(self), tuple(self.natives().items()))
+        if key not in _copies:
+            try:
+                _copies[key] = tapped(function, self.TAPS, self.natives())
+            except CannotTap as error:
+                _copies[key] = f"its forward is not written the way this value is found in it: {error}"
+        return _copies[key]
+
+    def tap_reason(self, location: str) -> str | None:
+        """Why ``location`` is not served although `TAPS` names it, or None."""
+        if location not in self.TAPS:
+            return None
+        copy_ = self._tapped(self._module.__dict__[STATE].original)
+        return copy_ if isinstance(copy_, str) else None
+
+    @property
+    def source(self) -> Any:
+        """nnsight's operations of this module's forward; the standard locations stay where they are."""
+        found = Envoy.source.fget(self)
+        self.interleaver.stale = True
+        self.install()
+        return found
+
+    # -- errors -----------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):
+                raise
+            raise NoSuchName(self, name) from error
+
+    def _unknown(self, name: str) -> str:
+        kind = type(self._module).__name__
+        message = f"{self.path} ({kind}) has no {name!r}"
+        if name in STANDARD_CHILDREN:
+            message = f"no {name} module on this {role(self)}: {self.path} ({kind})"
+        known = [*self.values(), *self._aliases, *self._child_map]
+        close = difflib.get_close_matches(name, known, n=3)
+        if close:
+            return f"{message}. Did you mean {', '.join(close)}?"
+        return f"{message}. Its values: {', '.join(self.values()) or 'none'}; its modules: {', '.join(self._child_map)}"
+
+
+#: Names that some block has and another has not; asking for one that is missing is worth its own words.
+STANDARD_CHILDREN = (
+    "self_attn",
+    "linear_attn",
+    "mlp",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "o_proj",
+    "act_fn",
+    "down_proj",
+)
+
+
+class Blocks(Envoy):
+    """A list of modules that says how long it is when an index is past its end."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int) and not -len(self) <= key < len(self):
+            raise IndexError(
+                f"{self.path}[{key}]: there are {len(self)} blocks, 0 to {len(self) - 1} (or {-len(self)} to -1)"
+            )
+        return super().__getitem__(key)
+
+
+def axis_size(envoy: Envoy, axis: str) -> int:
+    """The size of layout axis ``axis`` of a value that ``envoy`` serves.
+
+    An axis that is a fact about the model has the name of the size that holds it, so its size is that attribute: on
+    ``envoy`` when its class declares it (an attention's ``num_heads`` is that block's own), else on the first envoy above it
+    whose class does, up to the model. An attribute of the wrapped module that happens to share the name never counts.
+
+    Raises ValueError where no envoy up to the root holds such a size (``batch``, ``seq``, ``query``, ``key``: the size is the
+    tensor's).
+    """
+    host: Envoy | None = envoy
+    while host is not None:
+        declared = getattr(type(host), axis, None)
+        if declared is not None and not isinstance(declared, EProperty) and hasattr(declared, "__get__"):
+            return getattr(host, axis)
+        host = host.parent
+    raise ValueError(
+        f"axis {axis!r} of a value on {envoy.path} is not a fact about the model: no envoy from there up to the root holds a "
+        f"size by that name"
+    )
+
+
+# -- what a list of blocks has ----------------------------------------------------------------------------------------
+
+
+def standard_children(envoy: Envoy) -> dict[str, Standard]:
+    """The children of ``envoy`` that carry standard values, under their standard names (an alias before a native name)."""
+    found: dict[int, tuple[str, Standard]] = {}
+    for alias in envoy._aliases:
+        child = envoy.__dict__.get(alias)
+        if isinstance(child, Standard):
+            found.setdefault(id(child), (alias, child))
+    for name, child in envoy._named_children():
+        if isinstance(child, Standard):
+            found.setdefault(id(child), (name, child))
+    return {name: child for name, child in found.values()}
+
+
+def block_support(block: Standard) -> dict[str, str | None]:
+    """Why each value of one block is unavailable, or None; children's values as ``"self_attn.attention_output"``."""
+    rows = block.support()
+    for name, child in standard_children(block).items():
+        rows.update({f"{name}.{value}": reason for value, reason in child.support().items()})
+    return rows
+
+
+def every_row(blocks: Iterable[Standard]) -> list[dict[str, str | None]]:
+    """`block_support` of each block with the same rows in each: what some block has and another lacks says so there."""
+    blocks = list(blocks)
+    rows = [block_support(block) for block in blocks]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for block, row in zip(blocks, rows, strict=True):
+        children = standard_children(block)
+        for name in names:
+            if name not in row:
+                host, _, value = name.rpartition(".")
+                missing = bool(host) and host not in children
+                row[name] = (
+                    f"no {host} module on this {role(block)}"
+                    if missing
+                    else f"no {value} value on this {role(block)}'s {host or 'class'}"
+                )
+        row.update({name: row.pop(name) for name in names})
+    return rows
+
+
+def blocks_support(blocks: Iterable[Standard]) -> dict[str, str | dict[int, str] | None]:
+    """Per value: None when every block has it, else ``{index: reason}`` of the blocks that do not."""
+    rows = every_row(blocks)
+    merged: dict[str, Any] = {}
+    for name in rows[0] if rows else ():
+        reasons = {index: row[name] for index, row in enumerate(rows) if row[name] is not None}
+        merged[name] = reasons or None
+    return merged

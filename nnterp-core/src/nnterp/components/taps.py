@@ -1,0 +1,267 @@
+"""Copies of a function that serve values to a trace at locations of our own.
+
+Some values are no module's input or output: the residual stream between two sublayers, a contribution that is scaled in the
+same line that adds it, the scores inside an attention function. A *tap* is a statement or expression added to a copy of the
+function that computes them: ``x = __serve__(self, "layer_mid", x)`` hands ``x`` to the running trace under
+``"{module path}.layer_mid"`` and takes back what the trace left there. Reads, in-place edits and assignments therefore act
+on the variable every later statement uses.
+
+A rule says where the tap goes in terms of what the code does (the stream handed to a module, the argument of a call), not of
+line numbers or operation labels, so it holds from release to release; a function a rule does not fit is refused with a
+reason (`CannotTap`), never guessed. The copy is made once per function and installed as the body of nnsight's controller when
+a run starts, which is what keeps the count of visits right at a late step of ``generate``.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+from nnsight.intervention.source import (
+    OP,
+    STATE,
+    Instrument,
+    SourceNotAvailable,
+    decorator_chain,
+    function_like,
+    rewrap,
+    source_tree,
+)
+
+SERVE = "__serve__"
+
+#: A rule receives the function's definition and the native name of each standard child, and puts its tap in.
+Rule = Callable[[ast.FunctionDef, str, Mapping[str, str]], None]
+
+
+class CannotTap(ValueError):
+    """The function is not written the way a rule expects; the message says what is missing."""
+
+
+def serve(module: Any, name: str, value: Any) -> Any:
+    """Hand ``value`` to the trace that ``module`` runs in, under ``name``; return it, edited if the trace wrote to it."""
+    state = module.__dict__.get(STATE)
+    if state is None:
+        return value
+    interleaver, path, _ = state.active()
+    return value if interleaver is None else interleaver.handle(f"{path}.{name}", value)
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+def stream_before(child: str) -> Rule:
+    """The variable that is handed to module ``child`` (a standard name), where it was last computed.
+
+    Placed before any other name is bound to the same tensor (``residual = hidden_states``), so an assignment changes the
+    stream itself and not only what the module receives.
+    """
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        native = natives.get(child, child)
+        for body in bodies(definition):
+            for index, statement in enumerate(body):
+                for call in calls(own(statement), native):
+                    if not (isinstance(call.func, ast.Attribute) and call.args and isinstance(call.args[0], ast.Name)):
+                        continue
+                    variable = call.args[0].id
+                    before = [i for i in range(index) if computes(body[i], variable)]
+                    if before:
+                        return insert(body, before[-1] + 1, definition, name, variable)
+        raise CannotTap(f"no variable is computed and handed to self.{native} in {definition.name}")
+
+    return apply
+
+
+def argument(callee: str, position: int = 0, occurrence: int = 0) -> Rule:
+    """The argument at ``position`` of the ``occurrence``-th call of ``callee`` (its last name: ``F.softmax`` is ``softmax``)."""
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        call = nth(calls(definition, natives.get(callee, callee)), occurrence, callee, definition)
+        if len(call.args) <= position:
+            raise CannotTap(f"{callee} is called with {len(call.args)} positional arguments in {definition.name}")
+        call.args[position] = served(definition, name, call.args[position])
+
+    return apply
+
+
+def result(callee: str, occurrence: int = 0) -> Rule:
+    """What the ``occurrence``-th call of ``callee`` returns."""
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        replace(definition, name, nth(calls(definition, natives.get(callee, callee)), occurrence, callee, definition))
+
+    return apply
+
+
+def product(attribute: str, occurrence: int = 0) -> Rule:
+    """The ``occurrence``-th product with ``self.<attribute>``: a contribution scaled in the line that adds it."""
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        found = [
+            node
+            for node in ast.walk(definition)
+            if isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Mult)
+            and any(isinstance(side, ast.Attribute) and side.attr == attribute for side in (node.left, node.right))
+        ]
+        found.sort(key=lambda node: (node.lineno, node.col_offset))
+        replace(definition, name, nth(found, occurrence, f"a product with {attribute}", definition))
+
+    return apply
+
+
+def assigned(variable: str | tuple[str, ...], occurrence: int = -1, before: str | None = None) -> Rule:
+    """``variable`` (or several, served as a tuple) after the ``occurrence``-th statement that assigns it.
+
+    With ``before``, right before the first statement that calls it instead. A statement that assigns the variable inside a
+    branch counts as one.
+    """
+    names = (variable,) if isinstance(variable, str) else variable
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        for body in bodies(definition):
+            if before is not None:
+                found = [i for i, s in enumerate(body) if calls(own(s), natives.get(before, before))][:1]
+            else:
+                found = [i + 1 for i, s in enumerate(body) if names[-1] in targets(s)]
+            if found and (before is not None or -len(found) <= occurrence < len(found)):
+                return insert(body, found[0 if before else occurrence], definition, name, *names)
+        raise CannotTap(f"no statement assigns {', '.join(names)} as expected in {definition.name}")
+
+    return apply
+
+
+# -- reading a definition ---------------------------------------------------------------------------------------------
+
+
+def bodies(node: ast.AST):
+    """Every list of statements under ``node``, innermost first."""
+    for child in ast.iter_child_nodes(node):
+        yield from bodies(child)
+    for field in ("body", "orelse"):
+        block = getattr(node, field, None)
+        if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+            yield block
+
+
+def own(statement: ast.stmt) -> ast.AST:
+    """``statement`` without the blocks nested in it: what it evaluates itself."""
+    if isinstance(statement, (ast.If, ast.While)):
+        return statement.test
+    if isinstance(statement, (ast.For, ast.With, ast.Try, ast.FunctionDef)):
+        return ast.Pass()
+    return statement
+
+
+def calls(node: ast.AST, name: str) -> list[ast.Call]:
+    """The calls of ``name`` (a function, a method or a child module) under ``node``, in source order."""
+    found = [
+        child
+        for child in ast.walk(node)
+        if isinstance(child, ast.Call)
+        and name == (getattr(child.func, "attr", None) or getattr(child.func, "id", None))
+    ]
+    return sorted(found, key=lambda call: (call.end_lineno, call.end_col_offset))
+
+
+def targets(statement: ast.stmt) -> set[str]:
+    """The names ``statement`` assigns, in its branches too."""
+    found = [node.targets for node in ast.walk(statement) if isinstance(node, ast.Assign)]
+    found += [[node.target] for node in ast.walk(statement) if isinstance(node, (ast.AugAssign, ast.AnnAssign))]
+    return {leaf.id for group in found for target in group for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
+
+
+def computes(statement: ast.stmt, variable: str) -> bool:
+    """Whether ``statement`` gives ``variable`` a value that is not just another name's."""
+    return variable in targets(statement) and not (
+        isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)
+    )
+
+
+def nth(found: list, occurrence: int, what: str, definition: ast.FunctionDef) -> Any:
+    if not -len(found) <= occurrence < len(found):
+        raise CannotTap(f"{definition.name} has {len(found)} of {what}, not one at {occurrence}")
+    return found[occurrence]
+
+
+# -- writing one ------------------------------------------------------------------------------------------------------
+
+
+class ServeCall(ast.Call):
+    """A call of `serve`: nnsight's own instrumentation leaves it unnumbered."""
+
+
+class ServeAssign(ast.Assign):
+    """An assignment of a served variable."""
+
+
+def served(definition: ast.FunctionDef, name: str, expression: ast.expr) -> ast.expr:
+    module = ast.Name(id=definition.args.args[0].arg, ctx=ast.Load())
+    call = ServeCall(ast.Name(id=SERVE, ctx=ast.Load()), [module, ast.Constant(name), expression], [])
+    return ast.copy_location(call, expression)
+
+
+def replace(definition: ast.FunctionDef, name: str, target: ast.expr) -> None:
+    for parent in ast.walk(definition):
+        for field, value in ast.iter_fields(parent):
+            if value is target:
+                return setattr(parent, field, served(definition, name, target))
+            if isinstance(value, list) and any(item is target for item in value):
+                value[:] = [served(definition, name, target) if item is target else item for item in value]
+                return None
+    raise CannotTap(f"{definition.name}: the expression stands alone")
+
+
+def insert(body: list, index: int, definition: ast.FunctionDef, name: str, *variables: str) -> None:
+    def group(context: ast.expr_context) -> ast.expr:
+        names = [ast.Name(id=variable, ctx=context) for variable in variables]
+        return names[0] if len(names) == 1 else ast.Tuple(names, context)
+
+    tap = ServeAssign([group(ast.Store())], served(definition, name, group(ast.Load())))
+    for node in ast.walk(tap):
+        ast.copy_location(node, body[index - 1] if index else body[0])
+    body.insert(index, tap)
+
+
+class Numbered(Instrument):
+    """nnsight's instrumentation, which must not count our own statements among the operations it labels."""
+
+    def visit_ServeCall(self, node: ServeCall) -> ast.AST:
+        node.args[2] = self.visit(node.args[2])
+        return node
+
+    def visit_ServeAssign(self, node: ServeAssign) -> ast.AST:
+        return node
+
+
+def tapped(function: Callable, rules: Mapping[str, Rule], natives: Mapping[str, str]) -> Callable:
+    """A copy of ``function`` with the taps of ``rules`` in it, its decorators kept; raises `CannotTap`."""
+    inner, chain = decorator_chain(function)
+    try:
+        tree, first, _ = source_tree(inner.__code__)
+    except (SourceNotAvailable, AttributeError) as error:
+        raise CannotTap(f"{getattr(function, '__qualname__', function)} has no Python source") from error
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
+        raise CannotTap(f"{inner.__qualname__} is not a plain function of a module")
+    definition.decorator_list = []
+    for name, rule in rules.items():
+        rule(definition, name, natives)
+    if OP in inner.__globals__:  # somebody drilled into `.source`: the copy keeps those operations
+        tree = Numbered().visit(tree)
+    return rewrap(chain, recompiled(inner, tree, definition, first))
+
+
+def recompiled(inner: FunctionType, tree: ast.Module, definition: ast.FunctionDef, first: int) -> FunctionType:
+    """``inner`` with ``definition`` for its code, closing over the same cells and naming the same lines of its file."""
+    shell = ast.parse(f"def shell({', '.join(inner.__code__.co_freevars)}): pass").body[0]
+    shell.body = [definition, ast.Return(ast.Name(id=definition.name, ctx=ast.Load()))]
+    tree.body[0] = ast.copy_location(shell, definition)
+    ast.increment_lineno(tree, first - 1)
+    module = compile(ast.fix_missing_locations(tree), inner.__code__.co_filename, "exec", dont_inherit=True)
+    outer = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
+    code = next(c for c in outer.co_consts if isinstance(c, CodeType) and c.co_name == definition.name)
+    cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+    closure = tuple(cells[name] for name in code.co_freevars) or None
+    return function_like(inner, code, closure, **{SERVE: serve})

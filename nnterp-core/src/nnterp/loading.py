@@ -1,0 +1,165 @@
+"""How a checkpoint becomes a model: which family, which envoys, and the places where nnsight's load path needs help."""
+
+from collections.abc import Iterable
+from pkgutil import resolve_name
+from typing import Any
+
+from nnsight.modeling.tp import TPFragments
+from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
+from torch import nn
+
+from nnterp import families
+from nnterp.families import UnsupportedFamily
+
+
+# -- the family -------------------------------------------------------------------------------------------------------
+
+
+def resolve_family(repo_id: Any, family: Any, kwargs: dict) -> Any:
+    """The family of this load: the one passed, else the one of the config's ``model_type``."""
+    if family is not None:
+        missing = [name for name in ("RENAME", "ENVOYS") if not isinstance(getattr(family, name, None), dict)]
+        if missing:
+            raise TypeError(
+                f"family= takes a module or object with the dicts RENAME and ENVOYS; {family!r} has no {' and no '.join(missing)}"
+            )
+        return family
+    config = read_config(repo_id, kwargs)
+    refuse_encoders(config)
+    return families.lookup(getattr(config, "text_config", config).model_type)
+
+
+def read_config(repo_id: Any, kwargs: dict) -> Any:
+    """The checkpoint's config: a ready module's own, the ``config=`` of the call, else transformers' AutoConfig."""
+    if isinstance(repo_id, nn.Module):
+        if getattr(repo_id, "config", None) is None:
+            raise ValueError(
+                f"{type(repo_id).__name__} has no config to tell its model type by: pass family= (and task=, tokenizer=)"
+            )
+        return repo_id.config
+    if kwargs.get("config") is not None:
+        return kwargs["config"]
+    from transformers import AutoConfig
+
+    passed = {name: kwargs[name] for name in ("revision", "trust_remote_code", "token") if name in kwargs}
+    return AutoConfig.from_pretrained(repo_id, **passed)
+
+
+def refuse_encoders(config: Any) -> None:
+    """Raise UnsupportedFamily for a checkpoint that is no decoder-only model."""
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder-decoder"
+    elif getattr(config, "is_decoder", None) is False:
+        kind = "an encoder, whose attention looks both ways,"
+    else:
+        return
+    raise UnsupportedFamily(
+        f"{config.model_type!r} is {kind} and nnterp standardizes decoder-only transformers: trace it with nnsight's "
+        f"TransformersModel"
+    )
+
+
+# -- the two maps and the interleaver ---------------------------------------------------------------------------------
+
+
+def base_envoys(repo_id: Any, kwargs: dict) -> dict:
+    """nnsight's tensor-parallel envoys on a sharded load: a map passed to it replaces them, so they have to be in ours."""
+    if not wants_tensor_parallel(repo_id, kwargs):
+        return {}
+    restore_parameter_plan()
+    return tp_envoys()
+
+
+def interleaver(kind: type) -> Any:
+    """The run's driver, with nnsight's own handling of values that tensor parallelism splits."""
+    return kind(fragments=TPFragments())
+
+
+def restore_parameter_plan() -> None:
+    """nnsight 0.8.1 imports a name that transformers 5.23 moved; without it a sharded load fails."""
+    from transformers.distributed import tensor_parallel
+
+    if not hasattr(tensor_parallel, "_get_parameter_plan"):
+        from transformers.distributed import parallel_utils
+
+        tensor_parallel._get_parameter_plan = parallel_utils._get_parameter_plan
+
+
+def check_names(model: Any, rename: dict) -> None:
+    """Raise ValueError for an alias the caller asked for that no module answers to."""
+    for key, aliases in rename.items():
+        for alias in [aliases] if isinstance(aliases, str) else aliases:
+            name = alias.rsplit(".", 1)[-1]
+            if not any(name in envoy._aliases or name in envoy._child_map for envoy in model.modules()):
+                raise ValueError(
+                    f"rename={{{key!r}: {alias!r}}} names no module of {type(model._module).__name__}: a key is a path from the "
+                    f"root ('transformer.h') or a module's own name ('attn'); print(model._module) shows them"
+                )
+
+
+# -- preprocessors ----------------------------------------------------------------------------------------------------
+
+
+def pipeline_class(task: str) -> Any:
+    """The class of transformers' pipeline for ``task``.
+
+    nnsight 0.8.1 reads its flags off what the pipeline registry holds, which from transformers 5.23 on is the class's dotted name; no
+    preprocessor is loaded then, and a lazy build fails with "Impossible to guess which tokenizer to use".
+    """
+    from transformers.pipelines import check_task
+
+    found = check_task(task)[1]["impl"]
+    return resolve_name(found) if isinstance(found, str) else found
+
+
+def loaded_preprocessors(task: str) -> set[str]:
+    """Which preprocessors the pipeline of ``task`` loads."""
+    kind = pipeline_class(task)
+    names = ("tokenizer", "image_processor", "feature_extractor", "processor")
+    return {name for name in names if getattr(kind, f"_load_{name}", False)}
+
+
+def has_preprocessors(model: Any) -> bool:
+    """Whether a ready module came with something to read text with, or knows the checkpoint it is from."""
+    return any(
+        getattr(model, name) is not None for name in ("tokenizer", "processor", "image_processor", "feature_extractor")
+    ) or bool(model.repo_id)
+
+
+def wrap_without_tokenizer(model: Any, module: nn.Module) -> nn.Module:
+    """A ready module with no tokenizer: the pipeline is built without one, and token ids and tensors trace."""
+    model.pipeline = pipeline_class(model.task)(model=module, tokenizer=None, task=model.task)
+    return model._finalize_pipeline()
+
+
+def refuse_text_without_tokenizer(model: Any, invokes: Iterable[tuple]) -> None:
+    """Raise ValueError where text is to be traced and there is nothing to tokenize it with."""
+    if model.tokenizer is not None or model.processor is not None:
+        return
+    for inputs, _ in invokes:
+        first = inputs[0] if inputs else None
+        while isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        if isinstance(first, (str, dict)) and not (isinstance(first, dict) and "input_ids" in first):
+            raise ValueError(
+                "this model has no tokenizer, so it cannot be traced on text: pass token ids (a list or a tensor), or build it "
+                "with tokenizer=AutoTokenizer.from_pretrained(...)"
+            )
+
+
+def set_tokenizer_attributes(tokenizer: Any, attributes: dict) -> None:
+    """``tokenizer_kwargs``: each name set on the tokenizer that was loaded."""
+    if attributes and tokenizer is None:
+        raise ValueError(f"tokenizer_kwargs={attributes!r}: there is no tokenizer to set them on")
+    for name, value in attributes.items():
+        if not hasattr(tokenizer, name):
+            raise ValueError(f"tokenizer_kwargs: {type(tokenizer).__name__} has no attribute {name!r}")
+        setattr(tokenizer, name, value)
+
+
+def without_prefix_space(model: Any) -> Any:
+    """The model's tokenizer loaded again with ``add_prefix_space=False``."""
+    from transformers import AutoTokenizer
+
+    source = model.tokenizer.name_or_path or model.repo_id
+    return AutoTokenizer.from_pretrained(source, revision=model.revision, add_prefix_space=False)
