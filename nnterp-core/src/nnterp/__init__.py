@@ -1,8 +1,8 @@
 """nnterp: one module vocabulary and one set of named values for every decoder-only transformer, on top of nnsight.
 
-``StandardizedTransformer`` loads a checkpoint of any family; ``model.layers[3].self_attn.attention_probabilities`` then means the
-same on each of them. `nnterp.components` says what every value is, `nnterp.families` which plugin serves which ``model_type``,
-`nnterp.plugins` how to publish a family.
+``StandardizedTransformer`` loads a checkpoint of any family; ``model.layers[3].self_attn.attention_probabilities`` then
+means the same on each of them. `nnterp.components` says what every value is, `nnterp.families` which plugin serves
+which ``model_type``, `nnterp.plugins` how to publish a family.
 """
 
 from typing import Any

@@ -11,7 +11,6 @@ from torch import nn
 from nnterp import families
 from nnterp.families import UnsupportedFamily
 
-
 # -- the family -------------------------------------------------------------------------------------------------------
 
 
@@ -21,7 +20,8 @@ def resolve_family(repo_id: Any, family: Any, kwargs: dict) -> Any:
         missing = [name for name in ("RENAME", "ENVOYS") if not isinstance(getattr(family, name, None), dict)]
         if missing:
             raise TypeError(
-                f"family= takes a module or object with the dicts RENAME and ENVOYS; {family!r} has no {' and no '.join(missing)}"
+                f"family= takes a module or object with the dicts RENAME and ENVOYS; {family!r} has no "
+                f"{' and no '.join(missing)}"
             )
         return family
     config = read_config(repo_id, kwargs)
@@ -34,7 +34,8 @@ def read_config(repo_id: Any, kwargs: dict) -> Any:
     if isinstance(repo_id, nn.Module):
         if getattr(repo_id, "config", None) is None:
             raise ValueError(
-                f"{type(repo_id).__name__} has no config to tell its model type by: pass family= (and task=, tokenizer=)"
+                f"{type(repo_id).__name__} has no config to tell its model type by: pass family= (and task=, "
+                f"tokenizer=)"
             )
         return repo_id.config
     if kwargs.get("config") is not None:
@@ -63,7 +64,9 @@ def refuse_encoders(config: Any) -> None:
 
 
 def base_envoys(repo_id: Any, kwargs: dict) -> dict:
-    """nnsight's tensor-parallel envoys on a sharded load: a map passed to it replaces them, so they have to be in ours."""
+    """nnsight's tensor-parallel envoys on a sharded load: a map passed to it replaces them, so they have to be in
+    ours.
+    """
     if not wants_tensor_parallel(repo_id, kwargs):
         return {}
     restore_parameter_plan()
@@ -92,8 +95,8 @@ def check_names(model: Any, rename: dict) -> None:
             name = alias.rsplit(".", 1)[-1]
             if not any(name in envoy._aliases or name in envoy._child_map for envoy in model.modules()):
                 raise ValueError(
-                    f"rename={{{key!r}: {alias!r}}} names no module of {type(model._module).__name__}: a key is a path from the "
-                    f"root ('transformer.h') or a module's own name ('attn'); print(model._module) shows them"
+                    f"rename={{{key!r}: {alias!r}}} names no module of {type(model._module).__name__}: a key is a path from "
+                    f"the root ('transformer.h') or a module's own name ('attn'); print(model._module) shows them"
                 )
 
 
@@ -103,8 +106,9 @@ def check_names(model: Any, rename: dict) -> None:
 def pipeline_class(task: str) -> Any:
     """The class of transformers' pipeline for ``task``.
 
-    nnsight 0.8.1 reads its flags off what the pipeline registry holds, which from transformers 5.23 on is the class's dotted name; no
-    preprocessor is loaded then, and a lazy build fails with "Impossible to guess which tokenizer to use".
+    nnsight 0.8.1 reads its flags off what the pipeline registry holds, which from transformers 5.23 on is the class's
+    dotted name; no preprocessor is loaded then, and a lazy build fails with "Impossible to guess which tokenizer to
+    use".
     """
     from transformers.pipelines import check_task
 
@@ -142,8 +146,8 @@ def refuse_text_without_tokenizer(model: Any, invokes: Iterable[tuple]) -> None:
             first = first[0]
         if isinstance(first, (str, dict)) and not (isinstance(first, dict) and "input_ids" in first):
             raise ValueError(
-                "this model has no tokenizer, so it cannot be traced on text: pass token ids (a list or a tensor), or build it "
-                "with tokenizer=AutoTokenizer.from_pretrained(...)"
+                "this model has no tokenizer, so it cannot be traced on text: pass token ids (a list or a tensor), or "
+                "build it with tokenizer=AutoTokenizer.from_pretrained(...)"
             )
 
 

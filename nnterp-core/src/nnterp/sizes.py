@@ -8,9 +8,9 @@ from typing import Any
 class StandardizedProperty:
     """A fact about the whole model, such as ``hidden_size``.
 
-    Read in and outside a trace. A function of the same name in the family's module, called with the model, answers instead of
-    the plain rule; that is the one place where a size is spelled otherwise, so assigning raises AttributeError. A fact, not a
-    value: it has no location, no layout and no row in ``support()``.
+    Read in and outside a trace. A function of the same name in the family's module, called with the model, answers
+    instead of the plain rule; that is the one place where a size is spelled otherwise, so assigning raises
+    AttributeError. A fact, not a value: it has no location, no layout and no row in ``support()``.
     """
 
     def __init__(self, rule: Callable[[Any], Any]) -> None:
@@ -25,8 +25,8 @@ class StandardizedProperty:
 
     def __set__(self, model: Any, value: Any) -> None:
         raise AttributeError(
-            f"{self.name} is read off the checkpoint: a family that spells it otherwise defines `def {self.name}(model)` in its "
-            f"module"
+            f"{self.name} is read off the checkpoint: a family that spells it otherwise defines `def {self.name}(model)` in "
+            f"its module"
         )
 
 

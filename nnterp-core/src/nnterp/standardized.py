@@ -1,7 +1,7 @@
 """The root: a model of any family under one set of names.
 
-`Standardized` is what holds on every engine: sizes, availability, and the methods over the values. `StandardizedTransformer`
-puts it over nnsight's `TransformersModel` and adds the root's own values and the load path.
+`Standardized` is what holds on every engine: sizes, availability, and the methods over the values.
+`StandardizedTransformer` puts it over nnsight's `TransformersModel` and adds the root's own values and the load path.
 """
 
 from types import ModuleType
@@ -38,8 +38,8 @@ __all__ = [
 class Standardized(Standard):
     """What a standardized model is on any engine: a family, its sizes, its availability, and methods over its values.
 
-    Written against the standard names only. A leaf class resolves the family, hands its maps to nnsight and defines the root's
-    values where its engine keeps them.
+    Written against the standard names only. A leaf class resolves the family, hands its maps to nnsight and defines the
+    root's values where its engine keeps them.
     """
 
     ROLE = "model"
@@ -117,9 +117,10 @@ class Standardized(Standard):
     def support(self, layer: int | None = None) -> dict[str, Any]:
         """Which values this checkpoint has. Runs nothing and loads nothing.
 
-        With ``layer``, the values of that block by dotted name (``"layer_output"``, ``"self_attn.attention_probabilities"``):
-        None where available, else the reason, also for what another block has and this one lacks. Without, the root's values
-        and every block value: None when every block has it, else ``{layer: reason}`` for the blocks that do not.
+        With ``layer``, the values of that block by dotted name (``"layer_output"``,
+        ``"self_attn.attention_probabilities"``): None where available, else the reason, also for what another block has
+        and this one lacks. Without, the root's values and every block value: None when every block has it, else
+        ``{layer: reason}`` for the blocks that do not.
         """
         if layer is not None:
             return every_row(self.layers)[self._index(layer)]
@@ -140,17 +141,17 @@ class Standardized(Standard):
     def order(self, layer: int | None = None) -> dict[str, int]:
         """The available values in forward order, name to rank; equal ranks are one location, either may be read first.
 
-        With ``layer``, that block's values by dotted name, from 0. Without, the root's, numbered across the whole forward.
-        Measured by one run on first use (`nnterp.order.probe`) and kept on the model.
+        With ``layer``, that block's values by dotted name, from 0. Without, the root's, numbered across the whole
+        forward. Measured by one run on first use (`nnterp.order.probe`) and kept on the model.
         """
         return order.of(self, None if layer is None else self._index(layer))
 
     def rank(self, name: str, layer: int | None = None) -> tuple[int, int]:
         """Where a value falls in the forward, as ``(side, rank)``, which sorts reads into forward order.
 
-        ``side`` is -1 for a root value served before the blocks, ``num_layers`` after them, else the block's index; ``rank`` is
-        `order`'s. Raises Unavailable where the checkpoint has no such value, KeyError where there is none of that name (a block
-        value needs ``layer=``).
+        ``side`` is -1 for a root value served before the blocks, ``num_layers`` after them, else the block's index;
+        ``rank`` is `order`'s. Raises Unavailable where the checkpoint has no such value, KeyError where there is none
+        of that name (a block value needs ``layer=``).
         """
         return order.rank(self, name, None if layer is None else self._index(layer))
 
@@ -185,7 +186,8 @@ class Standardized(Standard):
 
         Args:
             layers: Block indices, ascending: the order in which they run.
-            vector: ``[hidden_size]``, or anything that broadcasts to the selected positions and has that last axis. Moved to
+            vector: ``[hidden_size]``, or anything that broadcasts to the selected positions and has that last axis.
+            Moved to
                 the stream's dtype and device.
             factor: Its multiplier.
             token_positions: The positions to add it at; all by default.
@@ -208,11 +210,12 @@ class Standardized(Standard):
 
     @StandardizedCapability
     def project_on_vocab(self, hidden: Tensor) -> Tensor:
-        """Logits of a residual-stream tensor ``[..., hidden_size]``: final norm, head, and what the model does after it.
+        """Logits of a residual-stream tensor ``[..., hidden_size]``: final norm, head, and what the model does after
+        it.
 
-        The logit lens: of a block's ``layer_output``, that block's prediction; of the last block's, ``logits``. Inside a trace
-        on a live value, outside on a saved one. After the head, the text config's ``final_logit_softcapping`` where set; a
-        family whose model does something else defines ``project_on_vocab(model, hidden)`` in its module.
+        The logit lens: of a block's ``layer_output``, that block's prediction; of the last block's, ``logits``. Inside
+        a trace on a live value, outside on a saved one. After the head, the text config's ``final_logit_softcapping``
+        where set; a family whose model does something else defines ``project_on_vocab(model, hidden)`` in its module.
         """
         return soft_capped(self, self._head(hidden))
 
@@ -224,17 +227,19 @@ class Standardized(Standard):
     def get_topk_closest_tokens(self, hidden: Tensor, k: int = 5) -> list[dict[str, float]]:
         """The ``k`` most likely next tokens at each position of ``hidden``, ``[..., hidden_size]``.
 
-        `project_on_vocab`, softmax, then `probs_to_dict`: one ``{token: probability}`` per position, in row-major order over the
-        leading dimensions.
+        `project_on_vocab`, softmax, then `probs_to_dict`: one ``{token: probability}`` per position, in row-major order
+        over the leading dimensions.
         """
         probs = self.project_on_vocab(hidden).softmax(-1)
         return [self.probs_to_dict(row, k) for row in probs.reshape(-1, probs.shape[-1])]
 
     def probs_to_dict(self, probs: Tensor, k: int = 5) -> dict[str, float]:
-        """The ``k`` most likely tokens of one ``[vocab_size]`` distribution, as ``{token: probability}``, most likely first.
+        """The ``k`` most likely tokens of one ``[vocab_size]`` distribution, as ``{token: probability}``, most
+        likely first.
 
-        Keyed by decoded text. Where several of the ``k`` decode to the same text (bytes of a character all decode to ``�``), those
-        are keyed by the tokenizer's own vocabulary entry, with the id appended should even that repeat: always ``k`` entries.
+        Keyed by decoded text. Where several of the ``k`` decode to the same text (bytes of a character all decode to
+        ``�``), those are keyed by the tokenizer's own vocabulary entry, with the id appended should even that repeat:
+        always ``k`` entries.
         """
         if probs.dim() != 1:
             raise ValueError(f"probs_to_dict takes one distribution [vocab_size], not shape {tuple(probs.shape)}")
@@ -274,9 +279,10 @@ def _input_size(model: Standardized) -> Size:
 class StandardizedTransformer(Standardized, TransformersModel):
     """A decoder-only transformer whose modules and values answer to one set of names.
 
-    The checkpoint's config is read first; its ``model_type`` selects the family (`nnterp.families.lookup`), whose maps nnsight
-    builds the tree with. Native names keep working: an alias is one more attribute of the same envoy. Otherwise it is nnsight's
-    `TransformersModel`: ``trace``, ``generate``, ``session``, ``edit``, ``scan`` and the rest work as there.
+    The checkpoint's config is read first; its ``model_type`` selects the family (`nnterp.families.lookup`), whose maps
+    nnsight builds the tree with. Native names keep working: an alias is one more attribute of the same envoy. Otherwise
+    it is nnsight's `TransformersModel`: ``trace``, ``generate``, ``session``, ``edit``, ``scan`` and the rest work as
+    there.
 
     Args:
         repo_id: A hub id, a checkpoint directory, or a ready ``nn.Module``, which is wrapped as it is.
@@ -284,16 +290,17 @@ class StandardizedTransformer(Standardized, TransformersModel):
         rename: More aliases, over the family's; the same key given here wins.
         envoys: More envoy classes, over the family's; the same key given here wins. A type key goes before any name.
         tokenizer_kwargs: Attributes to set on the tokenizer (``{"padding_side": "right"}``).
-        **kwargs: For `TransformersModel`: ``dispatch``, ``dtype``, ``device``, ``device_map``, ``attn_implementation``, ``task``,
-            ``tokenizer``, ``revision``, ``trust_remote_code``, ``distributed_config``, …. ``task`` is ``"text-generation"`` unless
-            given.
+        **kwargs: For `TransformersModel`: ``dispatch``, ``dtype``, ``device``, ``device_map``, ``attn_implementation``,
+            ``task``, ``tokenizer``, ``revision``, ``trust_remote_code``, ``distributed_config``, …. ``task`` is
+            ``"text-generation"`` unless given.
 
     Attributes:
         family: The family's module.
         layers, embed_tokens, norm, lm_head: The blocks, the embedding, the final norm, the unembedding.
 
-    Raises UnsupportedFamily where the checkpoint is no decoder-only transformer, or has no family and the default one does not
-    fit it; ValueError for a ``rename`` that names nothing or hides a name; transformers' own errors for a config it cannot read.
+    Raises UnsupportedFamily where the checkpoint is no decoder-only transformer, or has no family and the default one
+    does not fit it; ValueError for a ``rename`` that names nothing or hides a name; transformers' own errors for a
+    config it cannot read.
     """
 
     def __init__(
@@ -332,12 +339,18 @@ class StandardizedTransformer(Standardized, TransformersModel):
 
     @EProperty("inputs", description="The token ids the model is called with", select="input_ids", resizable=("seq",))
     def input_ids(self, value: Tensor) -> Tokens:
-        """The token ids of this call, ``[batch, seq]``. Assign other ids (of any length) and the model runs on those."""
+        """The token ids of this call, ``[batch, seq]``.
+
+        Assign other ids (of any length) and the model runs on those.
+        """
         return value
 
     @EProperty("inputs", description="The mask the model is called with", select="attention_mask", resizable=("seq",))
     def attention_mask(self, value: Tensor) -> Tokens:
-        """The attention mask of this call, ``[batch, seq]``: 0 where a row is padded. Not resized when `input_ids` are."""
+        """The attention mask of this call, ``[batch, seq]``: 0 where a row is padded.
+
+        Not resized when `input_ids` are.
+        """
         return value
 
     input_size = DerivedEProperty(_input_size, "The shape of the token ids", instead="input_ids")
@@ -346,8 +359,8 @@ class StandardizedTransformer(Standardized, TransformersModel):
     def token_embeddings(self, value: Tensor) -> Residual:
         """The embedding module's output, ``[batch, seq, hidden_size]``.
 
-        Positions (GPT-2), embedding norms (BLOOM) and multipliers (Granite) come after it. In-place edits and assignment reach
-        the model.
+        Positions (GPT-2), embedding norms (BLOOM) and multipliers (Granite) come after it. In-place edits and
+        assignment reach the model.
         """
         return value
 
@@ -358,7 +371,10 @@ class StandardizedTransformer(Standardized, TransformersModel):
 
     @EProperty("lm_head.output", description="The head's own output, before any softcap or scale")
     def lm_head_output(self, value: Tensor) -> Logits:
-        """The head's own output, ``[batch, seq, vocab_size]``; `logits` is what the model returns. Edits reach the model."""
+        """The head's own output, ``[batch, seq, vocab_size]``; `logits` is what the model returns.
+
+        Edits reach the model.
+        """
         return value
 
     @EProperty("output", description="The logits the model returns", select="logits")
@@ -377,7 +393,10 @@ class StandardizedTransformer(Standardized, TransformersModel):
 
     @property
     def add_prefix_false_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer loaded with ``add_prefix_space=False``, so that "word" and " word" differ. Loaded once."""
+        """The checkpoint's tokenizer loaded with ``add_prefix_space=False``, so that "word" and " word" differ.
+
+        Loaded once.
+        """
         if self._add_prefix_false_tokenizer is None:
             self._require_tokenizer("add_prefix_false_tokenizer loads the tokenizer again")
             self._add_prefix_false_tokenizer = loading.without_prefix_space(self)

@@ -20,8 +20,8 @@ class Attention(Standard):
 
     The queries, keys, values and head outputs are read at the module's call of transformers' attention interface, under
     every implementation; scores and probabilities exist inside an eager function only, so they need
-    ``attn_implementation="eager"``. `off_interface` says why the call is not made, `needs_eager` why there is nothing inside
-    it: the two places that decide. The premix is what enters the output projection (standard child ``o_proj``).
+    ``attn_implementation="eager"``. `off_interface` says why the call is not made, `needs_eager` why there is nothing
+    inside it: the two places that decide. The premix is what enters the output projection (standard child ``o_proj``).
 
     Sizes are this block's own, read off the module, in and outside a trace.
 
@@ -48,8 +48,8 @@ class Attention(Standard):
         implementation = implementation_of(self)
         if implementation != "eager":
             return (
-                f"scores and probabilities exist in the eager attention only, and this model runs {implementation!r}: load "
-                f'it with attn_implementation="eager"'
+                f"scores and probabilities exist in the eager attention only, and this model runs {implementation!r}: "
+                f'load it with attn_implementation="eager"'
             )
         eager = eager_function(type(self._module))
         copy = "no eager_attention_forward beside it" if eager is None else interface.eager_copy(eager)
@@ -59,13 +59,17 @@ class Attention(Standard):
 
     @property
     def head_dim(self) -> int:
-        """Width of one head's values and outputs: the module's ``v_head_dim`` where it has one, else its ``head_dim``."""
+        """Width of one head's values and outputs: the module's ``v_head_dim`` where it has one, else its
+        ``head_dim``.
+        """
         width = module_int(self, "v_head_dim", "head_dim", "head_size")
         return width or in_width(self, "o_proj", "head_dim") // self.num_heads
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of one head's queries and keys: the module's ``qk_head_dim`` where it has one, else its ``head_dim``."""
+        """Width of one head's queries and keys: the module's ``qk_head_dim`` where it has one, else its
+        ``head_dim``.
+        """
         return module_int(self, "qk_head_dim", "head_dim", "head_size") or self.head_dim
 
     @property
@@ -111,17 +115,21 @@ class Attention(Standard):
 
     @EProperty(interface.INPUTS, "The values the heads mix", unavailable=lambda attn: attn.off_interface(), select=2)
     def attention_values(self, value: Tensor) -> Values:
-        """The values, ``[batch, num_kv_heads, seq, head_dim]``, before they are repeated; otherwise as `attention_keys`."""
+        """The values, ``[batch, num_kv_heads, seq, head_dim]``, before they are repeated; otherwise as
+        `attention_keys`.
+        """
         return value
 
     @EProperty(
         interface.SCORES, "The scores entering the softmax, scaled and masked", unavailable=lambda a: a.needs_eager()
     )
     def attention_scores(self, value: Tensor) -> Pattern:
-        """The scaled, masked scores entering the softmax, ``[batch, num_heads, query, key]``, before any attention sink.
+        """The scaled, masked scores entering the softmax, ``[batch, num_heads, query, key]``, before any attention
+        sink.
 
-        ``softmax(attention_scores)`` is `attention_probabilities` up to the cast to the model's dtype. Masked entries hold
-        the dtype's minimum (or -inf): overwriting them lifts the mask. In-place edits and assignment reach the model.
+        ``softmax(attention_scores)`` is `attention_probabilities` up to the cast to the model's dtype. Masked entries
+        hold the dtype's minimum (or -inf): overwriting them lifts the mask. In-place edits and assignment reach the
+        model.
         """
         return value
 
@@ -133,8 +141,8 @@ class Attention(Standard):
     def attention_probabilities(self, value: Tensor) -> Pattern:
         """The attention pattern, ``[batch, num_heads, query, key]``: what the values are mixed with.
 
-        In the model's dtype, after dropout and with a sink's column already dropped. Rows sum to one, to less on a model
-        with a sink (`SINK`). In-place edits and assignment reach the model and are used as written.
+        In the model's dtype, after dropout and with a sink's column already dropped. Rows sum to one, to less on a
+        model with a sink (`SINK`). In-place edits and assignment reach the model and are used as written.
         """
         return value
 
@@ -165,8 +173,8 @@ class Attention(Standard):
     def attention_output(self, value: Tensor) -> Residual:
         """What the attention adds to the residual stream, ``[batch, seq, hidden_size]``.
 
-        The module's output, or wherever the family's block computes the term it adds. In-place edits and assignment reach
-        the model.
+        The module's output, or wherever the family's block computes the term it adds. In-place edits and assignment
+        reach the model.
         """
         return value
 
@@ -178,7 +186,9 @@ def implementation_of(envoy: Any) -> str | None:
 
 
 def eager_function(kind: type) -> Any:
-    """The eager function beside the class ``kind`` or a class it is made from, which is what the interface falls back to."""
+    """The eager function beside the class ``kind`` or a class it is made from, which is what the interface falls
+    back to.
+    """
     for klass in kind.__mro__:
         found = getattr(sys.modules.get(klass.__module__), "eager_attention_forward", None)
         if found is not None:

@@ -1,8 +1,8 @@
 """Standard values: descriptors whose location is a path from the envoy that hosts them.
 
 nnsight's `eproperty` serves one location of its host. A standard value sits somewhere near its host: the module's own
-output, a sibling norm's, an argument of a call inside the forward. `EProperty` says where with a path, can say why a value
-is not there (`Unavailable`), and checks an assignment against what it replaces at the line that makes it.
+output, a sibling norm's, an argument of a call inside the forward. `EProperty` says where with a path, can say why a
+value is not there (`Unavailable`), and checks an assignment against what it replaces at the line that makes it.
 """
 
 import typing
@@ -29,8 +29,8 @@ FIRST = "first of a tuple"
 class Unavailable(RuntimeError):
     """A standard value this checkpoint does not have, and why.
 
-    Raised on access, before the model runs, at the line that asks. ``support()`` of a model or an envoy reports the same
-    reasons without raising.
+    Raised on access, before the model runs, at the line that asks. ``support()`` of a model or an envoy reports the
+    same reasons without raising.
     """
 
 
@@ -57,25 +57,27 @@ class EProperty(eproperty):
     """A standard value: a location given as a path, with a layout, that can be unavailable.
 
     Args:
-        key: Where the value lives, relative to the host: dotted segments that end in the served attribute (``"output"``,
-            ``"o_proj.input"``). A leading ``/`` starts at the model's root, each leading ``../`` at the parent. A segment is
-            a child module, by its standard or native name; ``source`` enters the forward that the path has reached, and the
-            segment after it is one of nnsight's operation labels. A function of the envoy that returns such a path is
-            called on every access. Default: the value's own name.
+        key: Where the value lives, relative to the host: dotted segments that end in the served attribute
+            (``"output"``, ``"o_proj.input"``). A leading ``/`` starts at the model's root, each leading ``../`` at the
+            parent. A segment is a child module, by its standard or native name; ``source`` enters the forward that the
+            path has reached, and the segment after it is one of nnsight's operation labels. A function of the envoy
+            that returns such a path is called on every access. Default: the value's own name.
         description: One line for the repr of the model.
         unavailable: Why the value does not exist, or a function of the envoy that returns why, or None where it does.
         select: One element of what the location serves: a positional index or keyword of ``inputs`` (or both, as
-            ``(index, keyword)``, for an argument that may be passed either way), a tuple index or key of an output, `FIRST`,
-            or a function of the envoy that returns one of these. A write puts that element back and keeps the others.
+            ``(index, keyword)``, for an argument that may be passed either way), a tuple index or key of an output,
+            `FIRST`, or a function of the envoy that returns one of these. A write puts that element back and keeps the
+            others.
         resizable: Axes an assignment may change the size of.
 
-    Decorating a function makes it the read view, ``preprocess(envoy, element)``; its return annotation is the layout. A view
-    that shares memory needs nothing else for in-place edits; ``.postprocess`` maps an assigned value back to the element, and
-    ``.transform`` does so for a read that had to copy.
+    Decorating a function makes it the read view, ``preprocess(envoy, element)``; its return annotation is the layout. A
+    view that shares memory needs nothing else for in-place edits; ``.postprocess`` maps an assigned value back to the
+    element, and ``.transform`` does so for a read that had to copy.
 
-    Reads and writes raise `Unavailable` with the reason, ValueError outside a trace, and nnsight's ``SourceNotAvailable``
-    where an operation is not in the forward. An assignment that differs in rank, shape, dtype or device from what it
-    replaces raises ValueError, one that is no tensor raises TypeError; nothing is broadcast or cast.
+    Reads and writes raise `Unavailable` with the reason, ValueError outside a trace, and nnsight's
+    ``SourceNotAvailable`` where an operation is not in the forward. An assignment that differs in rank, shape, dtype or
+    device from what it replaces raises ValueError, one that is no tensor raises TypeError; nothing is broadcast or
+    cast.
     """
 
     def __init__(
@@ -122,8 +124,8 @@ class EProperty(eproperty):
     def layout(self) -> Any:
         """The value's axes as a jaxtyping type (``Residual``, ``Pattern``, …), or None where it has none.
 
-        Read off the return annotation of the function that defines the value. ``isinstance(tensor, layout)`` checks rank and
-        dtype; `dims` names the axes.
+        Read off the return annotation of the function that defines the value. ``isinstance(tensor, layout)`` checks
+        rank and dtype; `dims` names the axes.
         """
         if self._layout is None and self._annotated is not None:
             hint = typing.get_type_hints(self._annotated).get("return")
@@ -338,8 +340,8 @@ class EProperty(eproperty):
 def refuse_late(value: EProperty, obj: Any, host: Any) -> None:
     """Refuse the first use of a forward's operations after that forward has begun to run.
 
-    Operations are counted from when they are first asked for, so a read that starts at a later call would be answered with
-    another call's value.
+    Operations are counted from when they are first asked for, so a read that starts at a later call would be answered
+    with another call's value.
     """
     interleaver = host.interleaver if isinstance(host, Envoy) else host.envoy.interleaver
     if isinstance(host, Envoy):
@@ -350,8 +352,9 @@ def refuse_late(value: EProperty, obj: Any, host: Any) -> None:
     mediator = getattr(getcurrent(), "mediator", None)
     if not ready and mediator is not None and mediator().occurrence(f"{host.path}.input"):
         raise SourceNotAvailable(
-            f"{value.name} of {obj.path} is an operation inside {host.path}, which has already been called in this run: read "
-            f"it from the first call on, or set `sourced = True` on {type(obj).__name__} to have it there from the start"
+            f"{value.name} of {obj.path} is an operation inside {host.path}, which has already been called in this run: "
+            f"read it from the first call on, or set `sourced = True` on {type(obj).__name__} to have it there from "
+            f"the start"
         )
 
 
@@ -411,7 +414,8 @@ class DerivedEProperty(EProperty):
 def unavailable(reason: str) -> EProperty:
     """A value a family does not have: assign it in the class body in place of the inherited one.
 
-    The name stays in the tree, in the repr and in ``support()`` with ``reason``; any access raises `Unavailable` with it.
+    The name stays in the tree, in the repr and in ``support()`` with ``reason``; any access raises `Unavailable` with
+    it.
     """
     return EProperty(description=reason, unavailable=reason)
 

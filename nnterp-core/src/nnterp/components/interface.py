@@ -1,9 +1,9 @@
 """Serving the inside of softmax attention at the call every attention module makes.
 
-transformers' modules look their attention up with ``AttentionInterface.get_interface`` and call what it returns with the
-queries, keys and values. While a run is under way that look-up returns the same function, serving: the three inputs at
-``{path}.attention_inputs`` and the output at ``{path}.attention_head_outputs``, under every implementation. Scores and
-probabilities only exist inside an eager function; a copy of that function with two taps serves them
+transformers' modules look their attention up with ``AttentionInterface.get_interface`` and call what it returns with
+the queries, keys and values. While a run is under way that look-up returns the same function, serving: the three inputs
+at ``{path}.attention_inputs`` and the output at ``{path}.attention_head_outputs``, under every implementation. Scores
+and probabilities only exist inside an eager function; a copy of that function with two taps serves them
 (`nnterp.components.taps`). Outside a run the look-up is transformers' own.
 """
 
@@ -27,15 +27,16 @@ HEAD_OUTPUTS = "attention_head_outputs"
 HEAD_AXIS = {INPUTS: 1, SCORES: 1, PROBABILITIES: 1, HEAD_OUTPUTS: 2}
 
 
-# -- the two taps of an eager attention function ------------------------------------------------------------------------
+# -- the two taps of an eager attention function
+# ------------------------------------------------------------------------
 
 
 def anatomy(definition: ast.FunctionDef) -> tuple[int, str, int, str]:
     """Where an eager function holds its masked scores and its probabilities: ``(index, variable)`` of each.
 
-    The scores are the variable the first matmul is kept in, after the last statement that mentions ``attention_mask`` and
-    before the softmax (so before an attention sink joins them); the probabilities are what the last matmul multiplies with
-    the values.
+    The scores are the variable the first matmul is kept in, after the last statement that mentions ``attention_mask``
+    and before the softmax (so before an attention sink joins them); the probabilities are what the last matmul
+    multiplies with the values.
     """
     body = definition.body
     softmax = [i for i, s in enumerate(body) if calls(s, "softmax")]

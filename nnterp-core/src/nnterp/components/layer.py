@@ -21,7 +21,8 @@ class Layer(Standard):
     `unavailable` with the reason; a block without the module reports ``no <module> module on this block``.
 
     Attributes:
-        returns_tuple: Whether the block returns ``(stream, something)``. Reads and writes find out by themselves; a skipped
+        returns_tuple: Whether the block returns ``(stream, something)``. Reads and writes find out by themselves; a
+        skipped
             block, which returns nothing, is told here.
         self_attn, linear_attn, mlp, input_layernorm, post_attention_layernorm: The block's modules, where it has them.
     """
@@ -33,8 +34,8 @@ class Layer(Standard):
     def skip_with(self, hidden: Tensor) -> None:
         """Skip this block: it does not run, and ``hidden`` takes the place of its `layer_output`.
 
-        ``hidden`` is ``[batch, seq, hidden_size]``, packed the way the block would have returned it. Call it inside a trace
-        before the block runs; with several invokes, every one has to skip the block.
+        ``hidden`` is ``[batch, seq, hidden_size]``, packed the way the block would have returned it. Call it inside a
+        trace before the block runs; with several invokes, every one has to skip the block.
         """
         self.skip((hidden, None) if self.returns_tuple else hidden)
 
@@ -57,10 +58,11 @@ class Layer(Standard):
 
     @EProperty("layer_mid", description="The residual stream between attention and MLP")
     def layer_mid(self, value: Tensor) -> Residual:
-        """The residual stream between the two sublayers, ``[batch, seq, hidden_size]``: ``layer_input + attention_output``.
+        """The residual stream between the two sublayers, ``[batch, seq, hidden_size]``: ``layer_input +
+        attention_output``.
 
-        Read where the block has computed it, before the MLP's norm. An edit, in place or assigned, changes the stream: both
-        what the MLP receives and what its output is added to. Unavailable on a parallel block.
+        Read where the block has computed it, before the MLP's norm. An edit, in place or assigned, changes the stream:
+        both what the MLP receives and what its output is added to. Unavailable on a parallel block.
         """
         return value
 

@@ -1,9 +1,9 @@
 """The axes of every value, as jaxtyping types.
 
-A value has one layout, the same on every family. ``isinstance(tensor, Residual)`` checks rank and dtype; the axis names say
-what each dimension is. An axis that is a fact about the model carries the name of the size that holds it
-(``hidden_size``, ``num_heads``), so `nnterp.axis_size` can resolve it; the others (``batch``, ``seq``, ``query``, ``key``,
-``tokens``) are facts about one call.
+A value has one layout, the same on every family. ``isinstance(tensor, Residual)`` checks rank and dtype; the axis names
+say what each dimension is. An axis that is a fact about the model carries the name of the size that holds it
+(``hidden_size``, ``num_heads``), so `nnterp.axis_size` can resolve it; the others (``batch``, ``seq``, ``query``,
+``key``, ``tokens``) are facts about one call.
 """
 
 from jaxtyping import Float, Int

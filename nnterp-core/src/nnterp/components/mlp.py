@@ -25,7 +25,8 @@ class Mlp(Standard):
 
     @EProperty("act_fn.output", description="The activation's output")
     def mlp_activation(self, value: Tensor) -> Neurons:
-        """The activation's output, ``[batch, seq, intermediate_size]``: ``act(gate(x))`` on a gated MLP, else ``act(up(x))``.
+        """The activation's output, ``[batch, seq, intermediate_size]``: ``act(gate(x))`` on a gated MLP, else
+        ``act(up(x))``.
 
         In-place edits and assignment reach the model.
         """
@@ -44,7 +45,7 @@ class Mlp(Standard):
     def mlp_output(self, value: Tensor) -> Residual:
         """What the MLP adds to the residual stream, ``[batch, seq, hidden_size]``.
 
-        The module's output, or wherever the family's block computes the term it adds. In-place edits and assignment reach
-        the model.
+        The module's output, or wherever the family's block computes the term it adds. In-place edits and assignment
+        reach the model.
         """
         return value

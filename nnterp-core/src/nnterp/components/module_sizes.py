@@ -22,8 +22,8 @@ def in_width(envoy: Any, projection: str, size: str) -> int:
         width = module.weight.shape[0]
     if width is None:
         raise NotImplementedError(
-            f"{size} of {envoy.path} ({type(envoy._module).__name__}): the module does not say it and has no {projection} to "
-            f"read it off; the family has to define it"
+            f"{size} of {envoy.path} ({type(envoy._module).__name__}): the module does not say it and has no "
+            f"{projection} to read it off; the family has to define it"
         )
     return width
 

@@ -1,9 +1,9 @@
 """The interleaver of a standardized model: what is served beyond modules' inputs and outputs is put in place per run.
 
-nnsight's interleaver drives one run of the model. This one first sees to it that every `Standard` envoy's own locations are
-there (its taps, and nnsight's instrumentation where a class asks for it), then makes attention calls serve for as long as the
-run lasts. Doing it when a run starts, and not on the first read, is what makes a value first read at a late step of
-``generate`` that step's value; doing it for the run alone leaves an untraced model as it was.
+nnsight's interleaver drives one run of the model. This one first sees to it that every `Standard` envoy's own locations
+are there (its taps, and nnsight's instrumentation where a class asks for it), then makes attention calls serve for as
+long as the run lasts. Doing it when a run starts, and not on the first read, is what makes a value first read at a late
+step of ``generate`` that step's value; doing it for the run alone leaves an untraced model as it was.
 """
 
 from typing import Any

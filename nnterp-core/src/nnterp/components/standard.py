@@ -16,8 +16,10 @@ _copies: dict[tuple, Any] = {}
 
 
 class NoSuchName(AttributeError):
-    """An attribute that neither an envoy nor its module has. The words are found when they are shown: nnsight asks every
-    envoy for names that most do not have."""
+    """An attribute that neither an envoy nor its module has.
+
+    The words are found when they are shown: nnsight asks every envoy for names that most do not have.
+    """
 
     def __init__(self, envoy: Any, name: str) -> None:
         super().__init__(name=name, obj=envoy)
@@ -30,9 +32,9 @@ class Standard(Envoy):
     """An envoy that carries standard values.
 
     Attributes:
-        sourced: Whether nnsight's operations of this module's forward (``source``) are there from the start of every run. A
-            class whose values are such operations sets it; without it, an operation can only be read from the first call of
-            a run on.
+        sourced: Whether nnsight's operations of this module's forward (``source``) are there from the start of every
+            run. A class whose values are such operations sets it; without it, an operation can only be read from the
+            first call of a run on.
         TAPS: Locations that this class adds inside its module's forward, each with the rule that places it
             (`nnterp.components.taps`). Served under the location's name.
     """
@@ -97,7 +99,9 @@ class Standard(Envoy):
             state.body = copy_
 
     def _tapped(self, function: Any) -> Any:
-        """The copy of ``function`` that serves, or the reason there is none; a copy that already serves is returned as is."""
+        """The copy of ``function`` that serves, or the reason there is none; a copy that already serves is returned
+        as is.
+        """
         if "__serve__" in getattr(function, "__globals__", ()):
             return function
         key = (function, type(self), tuple(self.natives().items()))
@@ -173,11 +177,12 @@ def axis_size(envoy: Envoy, axis: str) -> int:
     """The size of layout axis ``axis`` of a value that ``envoy`` serves.
 
     An axis that is a fact about the model has the name of the size that holds it, so its size is that attribute: on
-    ``envoy`` when its class declares it (an attention's ``num_heads`` is that block's own), else on the first envoy above it
-    whose class does, up to the model. An attribute of the wrapped module that happens to share the name never counts.
+    ``envoy`` when its class declares it (an attention's ``num_heads`` is that block's own), else on the first envoy
+    above it whose class does, up to the model. An attribute of the wrapped module that happens to share the name never
+    counts.
 
-    Raises ValueError where no envoy up to the root holds such a size (``batch``, ``seq``, ``query``, ``key``: the size is the
-    tensor's).
+    Raises ValueError where no envoy up to the root holds such a size (``batch``, ``seq``, ``query``, ``key``: the size
+    is the tensor's).
     """
     host: Envoy | None = envoy
     while host is not None:
@@ -186,8 +191,8 @@ def axis_size(envoy: Envoy, axis: str) -> int:
             return getattr(host, axis)
         host = host.parent
     raise ValueError(
-        f"axis {axis!r} of a value on {envoy.path} is not a fact about the model: no envoy from there up to the root holds a "
-        f"size by that name"
+        f"axis {axis!r} of a value on {envoy.path} is not a fact about the model: no envoy from there up to the root "
+        f"holds a size by that name"
     )
 
 
@@ -195,7 +200,9 @@ def axis_size(envoy: Envoy, axis: str) -> int:
 
 
 def standard_children(envoy: Envoy) -> dict[str, Standard]:
-    """The children of ``envoy`` that carry standard values, under their standard names (an alias before a native name)."""
+    """The children of ``envoy`` that carry standard values, under their standard names (an alias before a native
+    name).
+    """
     found: dict[int, tuple[str, Standard]] = {}
     for alias in envoy._aliases:
         child = envoy.__dict__.get(alias)
@@ -204,7 +211,7 @@ def standard_children(envoy: Envoy) -> dict[str, Standard]:
     for name, child in envoy._named_children():
         if isinstance(child, Standard):
             found.setdefault(id(child), (name, child))
-    return {name: child for name, child in found.values()}
+    return dict(found.values())
 
 
 def block_support(block: Standard) -> dict[str, str | None]:

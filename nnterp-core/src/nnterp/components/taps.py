@@ -1,15 +1,15 @@
 """Copies of a function that serve values to a trace at locations of our own.
 
-Some values are no module's input or output: the residual stream between two sublayers, a contribution that is scaled in the
-same line that adds it, the scores inside an attention function. A *tap* is a statement or expression added to a copy of the
-function that computes them: ``x = __serve__(self, "layer_mid", x)`` hands ``x`` to the running trace under
-``"{module path}.layer_mid"`` and takes back what the trace left there. Reads, in-place edits and assignments therefore act
-on the variable every later statement uses.
+Some values are no module's input or output: the residual stream between two sublayers, a contribution that is scaled in
+the same line that adds it, the scores inside an attention function. A *tap* is a statement or expression added to a
+copy of the function that computes them: ``x = __serve__(self, "layer_mid", x)`` hands ``x`` to the running trace under
+``"{module path}.layer_mid"`` and takes back what the trace left there. Reads, in-place edits and assignments therefore
+act on the variable every later statement uses.
 
-A rule says where the tap goes in terms of what the code does (the stream handed to a module, the argument of a call), not of
-line numbers or operation labels, so it holds from release to release; a function a rule does not fit is refused with a
-reason (`CannotTap`), never guessed. The copy is made once per function and installed as the body of nnsight's controller when
-a run starts, which is what keeps the count of visits right at a late step of ``generate``.
+A rule says where the tap goes in terms of what the code does (the stream handed to a module, the argument of a call),
+not of line numbers or operation labels, so it holds from release to release; a function a rule does not fit is refused
+with a reason (`CannotTap`), never guessed. The copy is made once per function and installed as the body of nnsight's
+controller when a run starts, which is what keeps the count of visits right at a late step of ``generate``.
 """
 
 import ast
@@ -39,7 +39,9 @@ class CannotTap(ValueError):
 
 
 def serve(module: Any, name: str, value: Any) -> Any:
-    """Hand ``value`` to the trace that ``module`` runs in, under ``name``; return it, edited if the trace wrote to it."""
+    """Hand ``value`` to the trace that ``module`` runs in, under ``name``; return it, edited if the trace wrote to
+    it.
+    """
     state = module.__dict__.get(STATE)
     if state is None:
         return value
@@ -53,8 +55,8 @@ def serve(module: Any, name: str, value: Any) -> Any:
 def stream_before(child: str) -> Rule:
     """The variable that is handed to module ``child`` (a standard name), where it was last computed.
 
-    Placed before any other name is bound to the same tensor (``residual = hidden_states``), so an assignment changes the
-    stream itself and not only what the module receives.
+    Placed before any other name is bound to the same tensor (``residual = hidden_states``), so an assignment changes
+    the stream itself and not only what the module receives.
     """
 
     def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
@@ -74,7 +76,9 @@ def stream_before(child: str) -> Rule:
 
 
 def argument(callee: str, position: int = 0, occurrence: int = 0) -> Rule:
-    """The argument at ``position`` of the ``occurrence``-th call of ``callee`` (its last name: ``F.softmax`` is ``softmax``)."""
+    """The argument at ``position`` of the ``occurrence``-th call of ``callee`` (its last name: ``F.softmax`` is
+    ``softmax``).
+    """
 
     def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
         call = nth(calls(definition, natives.get(callee, callee)), occurrence, callee, definition)
@@ -114,8 +118,8 @@ def product(attribute: str, occurrence: int = 0) -> Rule:
 def assigned(variable: str | tuple[str, ...], occurrence: int = -1, before: str | None = None) -> Rule:
     """``variable`` (or several, served as a tuple) after the ``occurrence``-th statement that assigns it.
 
-    With ``before``, right before the first statement that calls it instead. A statement that assigns the variable inside a
-    branch counts as one.
+    With ``before``, right before the first statement that calls it instead. A statement that assigns the variable
+    inside a branch counts as one.
     """
     names = (variable,) if isinstance(variable, str) else variable
 
