@@ -95,8 +95,8 @@ def check_names(model: Any, rename: dict) -> None:
             name = alias.rsplit(".", 1)[-1]
             if not any(name in envoy._aliases or name in envoy._child_map for envoy in model.modules()):
                 raise ValueError(
-                    f"rename={{{key!r}: {alias!r}}} names no module of {type(model._module).__name__}: a key is a path from "
-                    f"the root ('transformer.h') or a module's own name ('attn'); print(model._module) shows them"
+                    f"rename={{{key!r}: {alias!r}}} names no module of {type(model._module).__name__}: a key is a path "
+                    f"from the root ('transformer.h') or a module's own name ('attn'); print(model._module) shows them"
                 )
 
 

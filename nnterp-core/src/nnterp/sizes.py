@@ -25,8 +25,8 @@ class StandardizedProperty:
 
     def __set__(self, model: Any, value: Any) -> None:
         raise AttributeError(
-            f"{self.name} is read off the checkpoint: a family that spells it otherwise defines `def {self.name}(model)` in "
-            f"its module"
+            f"{self.name} is read off the checkpoint: a family that spells it otherwise defines "
+            f"`def {self.name}(model)` in its module"
         )
 
 

@@ -1,7 +1,7 @@
 """The components: the envoys of a decoder block, their values, and the layouts of those values."""
 
 from nnterp.components.attention import NOT_ON_INTERFACE, Attention, eager_function, implementation_of
-from nnterp.components.eproperty import FIRST, DerivedEProperty, EProperty, Unavailable, unavailable
+from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable, unavailable
 from nnterp.components.layer import PARALLEL, Layer, mid_at
 from nnterp.components.layouts import (
     BATCH,
@@ -25,6 +25,7 @@ from nnterp.components.layouts import (
     Residual,
     Values,
 )
+from nnterp.components.locations import FIRST
 from nnterp.components.mlp import Mlp
 from nnterp.components.standard import Blocks, Standard, axis_size, blocks_support, standard_children
 from nnterp.components.taps import argument, assigned, product, result, stream_before

@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from nnterp.components import interface
-from nnterp.components.eproperty import FIRST, EProperty
+from nnterp.components.eproperty import EProperty
 from nnterp.components.layouts import HeadOutputs, Keys, Pattern, Queries, Residual, Values
+from nnterp.components.locations import FIRST
 from nnterp.components.module_sizes import in_width, module_int, out_width
 from nnterp.components.standard import Standard
 

@@ -8,22 +8,18 @@ value is not there (`Unavailable`), and checks an assignment against what it rep
 import typing
 from collections.abc import Callable
 from copy import copy
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from greenlet import getcurrent
-from nnsight import Envoy
 from nnsight.intervention.eproperty import WriteBack, eproperty
 from nnsight.intervention.interleaver import Mediator
-from nnsight.intervention.source import STATE, Source, SourceNotAvailable
-from nnsight.intervention.util import first_input, replace_first_input
+from nnsight.intervention.source import Source, SourceNotAvailable
+
+from nnterp.components.locations import Select, child, pack, parsed, pick, refuse_late
 
 Reason = str | Callable[[Any], str | None] | None
-Select = int | str | tuple[int, str] | Callable[[Any], Any] | None
-
-#: `EProperty.select`: the first element of a tuple or list, the value itself when it is neither.
-FIRST = "first of a tuple"
 
 
 class Unavailable(RuntimeError):
@@ -32,25 +28,6 @@ class Unavailable(RuntimeError):
     Raised on access, before the model runs, at the line that asks. ``support()`` of a model or an envoy reports the
     same reasons without raising.
     """
-
-
-@cache
-def parsed(path: str) -> tuple[bool, int, tuple[str, ...], str]:
-    """``(from the root, parents up, segments, served attribute)`` of a path."""
-    rest = path.removeprefix("/")
-    ups = 0
-    while rest.startswith("../"):
-        rest, ups = rest[3:], ups + 1
-    *segments, attribute = rest.split(".")
-    return path.startswith("/"), ups, tuple(segments), attribute
-
-
-def child(host: Any, name: str) -> Envoy | None:
-    """The child envoy ``name`` (standard or native) of ``host``, or None when its module has no such child."""
-    found = host.__dict__.get(name)
-    if isinstance(found, Envoy):
-        return found
-    return getattr(host, name) if isinstance(getattr(host._module, name, None), torch.nn.Module) else None
 
 
 class EProperty(eproperty):
@@ -195,7 +172,7 @@ class EProperty(eproperty):
         host = self._start(obj, from_root, ups)
         for segment in segments:
             if segment == "source":
-                refuse_late(self, obj, host)
+                refuse_late(f"{self.name} of {obj.path}", type(obj).__name__, host)
                 host = host.source
             elif isinstance(host, Source):
                 if segment not in host.names:
@@ -260,44 +237,13 @@ class EProperty(eproperty):
         return self.attribute(self.path(obj)), select
 
     def _pick(self, obj: Any, raw: Any) -> Any:
-        attribute, select = self._selected(obj)
-        if attribute in ("input", "inputs"):
-            args, kwargs = raw
-            if select is None:
-                return first_input(args, kwargs) if attribute == "input" else raw
-            index, keyword = select if isinstance(select, tuple) else (select, select)
-            if isinstance(index, int) and index < len(args):
-                return args[index]
-            if keyword in kwargs:
-                return kwargs[keyword]
-            raise ValueError(
-                f"{self.name} of {obj.path} is the argument {select!r}, and this call passed {len(args)} positional "
-                f"arguments and {', '.join(map(repr, kwargs)) or 'no keywords'}"
-            )
-        if select is None or (select is FIRST and not isinstance(raw, (tuple, list))):
-            return raw
-        return raw[0 if select is FIRST else select]
+        try:
+            return pick(raw, *self._selected(obj))
+        except LookupError as error:
+            raise ValueError(f"{self.name} of {obj.path} is not in this call: {error}") from error
 
     def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
-        attribute, select = self._selected(obj)
-        if attribute in ("input", "inputs"):
-            args, kwargs = raw
-            if select is None:
-                return replace_first_input(args, kwargs, value) if attribute == "input" else value
-            index, keyword = select if isinstance(select, tuple) else (select, select)
-            if isinstance(index, int) and index < len(args):
-                return (*args[:index], value, *args[index + 1 :]), kwargs
-            return args, {**kwargs, keyword: value}
-        if select is None or (select is FIRST and not isinstance(raw, (tuple, list))):
-            return value
-        select = 0 if select is FIRST else select
-        if isinstance(raw, (tuple, list)):
-            elements = list(raw)
-            elements[select] = value
-            return type(raw)(*elements) if hasattr(raw, "_fields") else type(raw)(elements)
-        packed = copy(raw)
-        packed[select] = value
-        return packed
+        return pack(raw, *self._selected(obj), value)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -335,27 +281,6 @@ class EProperty(eproperty):
             raise ValueError(
                 f"{what} is on {replaced.device}, and the tensor assigned is on {value.device}; move it there"
             )
-
-
-def refuse_late(value: EProperty, obj: Any, host: Any) -> None:
-    """Refuse the first use of a forward's operations after that forward has begun to run.
-
-    Operations are counted from when they are first asked for, so a read that starts at a later call would be answered
-    with another call's value.
-    """
-    interleaver = host.interleaver if isinstance(host, Envoy) else host.envoy.interleaver
-    if isinstance(host, Envoy):
-        state = host._module.__dict__.get(STATE)
-        ready = state is not None and state.sourced
-    else:
-        ready = interleaver.sourced.get(host.path) is not None
-    mediator = getattr(getcurrent(), "mediator", None)
-    if not ready and mediator is not None and mediator().occurrence(f"{host.path}.input"):
-        raise SourceNotAvailable(
-            f"{value.name} of {obj.path} is an operation inside {host.path}, which has already been called in this run: "
-            f"read it from the first call on, or set `sourced = True` on {type(obj).__name__} to have it there from "
-            f"the start"
-        )
 
 
 def _rebuild(cls: type, state: dict) -> "EProperty":

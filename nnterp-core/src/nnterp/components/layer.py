@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nnterp.components.eproperty import FIRST, EProperty
+from nnterp.components.eproperty import EProperty
 from nnterp.components.layouts import Residual
+from nnterp.components.locations import FIRST
 from nnterp.components.standard import Standard
 from nnterp.components.taps import stream_before
 

@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from nnterp.components.eproperty import FIRST, EProperty
+from nnterp.components.eproperty import EProperty
 from nnterp.components.layouts import Neurons, Residual
+from nnterp.components.locations import FIRST
 from nnterp.components.module_sizes import in_width, module_int
 from nnterp.components.standard import Standard
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nnterp.components.eproperty import child
+from nnterp.components.locations import child
 
 
 def module_int(envoy: Any, *names: str) -> int | None:
