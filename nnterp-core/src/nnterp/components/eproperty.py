@@ -252,13 +252,13 @@ class EProperty(eproperty):
         location = self._location(obj)
         raw = Mediator.value(location)
         element = self._pick(obj, raw)
-        self._check(obj, value, self._view(obj, element))
+        self.check(obj, value, self._view(obj, element))
         if self._postprocess is not None:
             value = self._postprocess(obj, value)
         Mediator.swap(location, self._pack(obj, raw, value))
 
-    def _check(self, obj: Any, value: Any, replaced: Any) -> None:
-        """Refuse an assignment that is not shaped like what it replaces."""
+    def check(self, obj: Any, value: Any, replaced: Any) -> None:
+        """Raise ValueError or TypeError where ``value`` is not shaped like ``replaced``, which it is to replace."""
         if not isinstance(replaced, torch.Tensor):
             return
         what = f"{self.name} of {obj.path}"

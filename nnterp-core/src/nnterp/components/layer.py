@@ -36,8 +36,10 @@ class Layer(Standard):
         """Skip this block: it does not run, and ``hidden`` takes the place of its `layer_output`.
 
         ``hidden`` is ``[batch, seq, hidden_size]``, packed the way the block would have returned it. Call it inside a
-        trace before the block runs; with several invokes, every one has to skip the block.
+        trace before the block runs; with several invokes, every one has to skip the block. Raises
+        ValueError where ``hidden`` is not shaped like the stream entering the block.
         """
+        type(self).layer_output.check(self, hidden, self.layer_input)
         self.skip((hidden, None) if self.returns_tuple else hidden)
 
     @EProperty("input", description="The residual stream entering the block")

@@ -53,8 +53,8 @@ def pick(raw: Any, attribute: str, select: Any) -> Any:
     if keyword in kwargs:
         return kwargs[keyword]
     raise LookupError(
-        f"it passed {len(args)} positional arguments and {', '.join(map(repr, kwargs)) or 'no keywords'}, and the value "
-        f"is the argument {select!r}"
+        f"it passed {len(args)} positional arguments and {', '.join(map(repr, kwargs)) or 'no keywords'}, and the "
+        f"value is the argument {select!r}"
     )
 
 
