@@ -1,0 +1,69 @@
+"""The examples of the documentation print what their comments say.
+
+A document's python blocks run as one script. What it prints must be, line by line, what stands in comments: at the end of a
+``print`` line, or alone on the lines after it. A hub id is replaced by a checkpoint of that shape with random weights and the
+real tokenizer, so nothing here depends on what a model has learned.
+"""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [ROOT / "README.md", *ROOT.glob("nnterp-*/README.md"), *ROOT.glob("nnterp-*/docs/*.md")]
+    if "\n```python" in path.read_text()
+)
+
+
+@pytest.fixture(scope="session")
+def gpt2_directory(tmp_path_factory):
+    """GPT-2's own config and tokenizer, with random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from nnterp.checkpoints import gpt2_tokenizer
+
+    directory = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config()).save_pretrained(directory)
+    gpt2_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def expected(script: str) -> list[str]:
+    """The lines a script says it prints: a comment behind a ``print``, or comment lines after a statement that prints."""
+    found, printing = [], False
+    for line in script.splitlines():
+        stripped = line.strip()
+        if stripped.startswith("print("):
+            comment = stripped.rpartition("  # ")
+            printing = not comment[0]
+            if comment[0]:
+                found.append(comment[2])
+        elif stripped.startswith("# ") and printing:
+            found.append(stripped[2:])
+        elif stripped:
+            printing = False
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_examples_print_what_they_say(document, gpt2_directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = "\n".join(blocks((ROOT / document).read_text()))
+    script = script.replace("openai-community/gpt2", str(gpt2_directory))
+    file = tmp_path / "example.py"
+    file.write_text(script)
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        exec(compile(script, str(file), "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.splitlines() == expected(script)
