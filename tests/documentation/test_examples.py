@@ -1,8 +1,8 @@
 """The examples of the documentation print what their comments say.
 
-A document's python blocks run as one script. What it prints must be, line by line, what stands in comments: at the end of a
-``print`` line, or alone on the lines after it. A hub id is replaced by a checkpoint of that shape with random weights and the
-real tokenizer, so nothing here depends on what a model has learned.
+A document's python blocks run as one script. What it prints must be, line by line, what stands in comments: at the end
+of a ``print`` line, or alone on the lines after it. A hub id is replaced by a checkpoint of that shape with random
+weights and the real tokenizer, so nothing here depends on what a model has learned.
 """
 
 import re
@@ -39,7 +39,9 @@ def blocks(text: str) -> list[str]:
 
 
 def expected(script: str) -> list[str]:
-    """The lines a script says it prints: a comment behind a ``print``, or comment lines after a statement that prints."""
+    """The lines a script says it prints: a comment behind a ``print``, or comment lines after a statement that
+    prints.
+    """
     found, printing = [], False
     for line in script.splitlines():
         stripped = line.strip()
