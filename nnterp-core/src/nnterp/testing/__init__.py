@@ -1,0 +1,22 @@
+"""The conformance kit: a plugin author subclasses `FamilySuite` with a tiny config and gets every statement that the
+documentation makes about a value checked against plain torch hooks and transformers' own outputs.
+
+    from nnterp.testing import FamilySuite
+
+    class TestLlama(FamilySuite):
+        FAMILY = "llama"
+        CONFIG = dict(model_type="llama", hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=64)
+
+Run it with pytest, which the extra ``nnterp-core[testing]`` brings. `nnterp.testing.suite` says what a class can
+state.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(*(f"nnterp.testing.{name}" for name in ("comparing", "suite", "writing")))
+
+from nnterp.testing.oracles import Call, Formula, Inside, Site, heads, run  # noqa: E402
+from nnterp.testing.suite import FamilySuite  # noqa: E402
+
+__all__ = ["Call", "FamilySuite", "Formula", "Inside", "Site", "heads", "run"]

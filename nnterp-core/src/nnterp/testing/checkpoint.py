@@ -1,0 +1,65 @@
+"""Tiny checkpoints: random weights in which every parameter matters, a small real tokenizer, saved like any other.
+
+A config's own initialization makes a tiny model a bad witness: norms are the identity, biases are zero, and weights
+so small that a wrong value changes nothing one can see. Here every parameter is drawn so that it moves the logits.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Entries of the tiny tokenizer, and ``vocab_size`` of a tiny config that does not say.
+VOCAB = 300
+END, PAD = "<|end|>", "<|pad|>"
+
+CORPUS = (
+    "The quick brown fox jumps over the lazy dog. A quick answer is the right answer.",
+    "Paris is the capital of France, and Rome is the capital of Italy.",
+    "Once upon a time there was a model that read its own mind.",
+)
+
+
+def tokenizer() -> Any:
+    """A byte-level BPE tokenizer of `VOCAB` entries with an end and a padding token; it pads on the left."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=PAD, padding_side="left")
+
+
+def config(**fields: Any) -> Any:
+    """The config of ``model_type`` with ``fields``, with this vocabulary and its special tokens where they do not say."""
+    from transformers import AutoConfig
+
+    fields = {"vocab_size": VOCAB, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1, **fields}
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def randomized(model: Any, seed: int = 0) -> Any:
+    """``model`` with every parameter drawn anew: matrices from N(0, 0.2²), vectors (norms, biases) moved by as much."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = 0.2 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+    return model
+
+
+def save(config: Any, directory: Path) -> Path:
+    """Build the causal language model of ``config`` with random weights; save it and a tokenizer in ``directory``."""
+    from transformers import AutoModelForCausalLM
+
+    randomized(AutoModelForCausalLM.from_config(config)).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory

@@ -1,0 +1,276 @@
+"""What a suite states about its family, and the loaded models its tests run on."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nnterp import components
+from nnterp.testing import checkpoint, oracles
+from nnterp.testing.oracles import Formula, Inside, Site, heads
+
+#: Every value of the vocabulary that a plain forward serves, by the name `support` gives it, in no order.
+BLOCK_VALUES = (
+    *components.Layer.values(),
+    *(f"self_attn.{name}" for name in components.Attention.values()),
+    *(f"mlp.{name}" for name in components.Mlp.values()),
+)
+#: The root's values that can be edited.
+ROOT_VALUES = ("token_embeddings", "final_norm_output", "lm_head_output", "logits")
+#: All values of the root.
+ROOT_ROWS = ("input_ids", "attention_mask", "input_size", *ROOT_VALUES, "next_token_probs")
+
+
+#: Where each value is in the plain pre-norm block.
+SITES: dict[str, Site | Inside] = {
+    "token_embeddings": Site("/embed_tokens"),
+    "final_norm_output": Site("/norm"),
+    "lm_head_output": Site("/lm_head"),
+    "logits": Site("/"),
+    "layer_input": Site("", "input"),
+    "attention_norm_output": Site("input_layernorm"),
+    "layer_mid": Site("post_attention_layernorm", "input"),
+    "mlp_norm_output": Site("post_attention_layernorm"),
+    "mlp_input": Site("mlp", "input"),
+    "layer_output": Site(""),
+    "self_attn.attention_queries": Inside("queries"),
+    "self_attn.attention_keys": Inside("keys"),
+    "self_attn.attention_values": Inside("values"),
+    "self_attn.attention_scores": Inside("scores"),
+    "self_attn.attention_probabilities": Inside("probabilities"),
+    "self_attn.attention_head_outputs": Inside("head_outputs"),
+    "self_attn.attention_premix": heads(Site("self_attn.o_proj", "input")),
+    "self_attn.attention_output": Site("self_attn"),
+    "mlp.mlp_activation": Site("mlp.act_fn"),
+    "mlp.mlp_neurons": Site("mlp.down_proj", "input"),
+    "mlp.mlp_output": Site("mlp"),
+}
+
+
+class Facts:
+    """The facts a subclass states, each of which a layout can replace under its own name.
+
+    Attributes:
+        FAMILY: The ``model_type`` of the family, or its module.
+        CONFIG: Fields of a tiny config, ``model_type`` among them. Three blocks, 32 wide, four heads of fewer
+            key/value heads are a good size; the vocabulary is the kit's where the config does not say.
+        LAYOUTS: Variants of the config, by name. Each is ``{"config": fields, "load": keyword arguments of the
+            load}`` and any fact of this class under its own name (``"EXPECTED_UNAVAILABLE": {...}``); every test
+            runs on every layout.
+        NATIVE: Native path of each standard path that differs (``"layers": "transformer.h"``,
+            ``"layers.0.self_attn.o_proj": "transformer.h.0.attn.c_proj"``), None for a module that this family has
+            not.
+        EXPECTED_UNAVAILABLE: Part of the reason by support key (``"layer_mid": "parallel"``), for each value that no
+            block has.
+        SITES: Where a value is in the bare model, where the plain pre-norm block's place does not hold
+            (`oracles.Site`).
+        EDITED: The block that edits are tried on.
+        REFUSES_IN_PLACE: Values that are views of one projection, which torch refuses to edit in place under autograd.
+        ATTENTION_SINK: Rows of the pattern sum to less than one.
+        ATTENTION_INPUT, MLP_INPUT: The value that attention and MLP are called with.
+        POSITIONS: Whether a left-padded row needs ``position_ids`` to be what its prompt alone is (absolute
+            positions).
+        MLP_WIDTH_KEY: The config key of the MLP's width, where `intermediate_size` is not in its parameters' shapes.
+        FORMULA: The attention written out (`oracles.Formula`), None where the module does not call transformers'
+            interface.
+    """
+
+    FAMILY: ClassVar[Any]
+    CONFIG: ClassVar[dict]
+    LAYOUTS: ClassVar[dict[str, dict]] = {"default": {}}
+    NATIVE: dict[str, str | None] = {}
+    EXPECTED_UNAVAILABLE: dict[str, str] = {}
+    SITES: dict[str, Site | Inside] = {}
+    EDITED: int = 1
+    REFUSES_IN_PLACE: tuple[str, ...] = ()
+    ATTENTION_SINK: bool = False
+    ATTENTION_INPUT: str = "attention_norm_output"
+    MLP_INPUT: str = "mlp_norm_output"
+    POSITIONS: bool = False
+    MLP_WIDTH_KEY: str | None = None
+    FORMULA: Formula | None = Formula()
+
+    #: Set for each test from the layout it runs on.
+    loaded: "Checkpoint"
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, layout: str) -> dict[str, Any]:
+        return {name: fact for name, fact in cls.LAYOUTS[layout].items() if name.isupper()}
+
+    @classmethod
+    def has(cls, layout: str, value: str) -> bool:
+        """Whether the layout is expected to serve ``value``."""
+        facts = cls.facts_of(layout)
+        native = facts.get("NATIVE", cls.NATIVE)
+        host = value.rpartition(".")[0]
+        absent = bool(host) and native.get(f"layers.0.{host}", "") is None
+        return not absent and value not in facts.get("EXPECTED_UNAVAILABLE", cls.EXPECTED_UNAVAILABLE)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Every test on every layout; one that takes a ``value`` on each value that the layout serves."""
+        cls = metafunc.cls
+        if "value" not in metafunc.fixturenames:
+            metafunc.parametrize("layout", list(cls.LAYOUTS), indirect=True)
+            return
+        which = getattr(metafunc.function, "values", lambda cls, layout: (*BLOCK_VALUES, *ROOT_VALUES))
+        pairs = [(layout, value) for layout in cls.LAYOUTS for value in which(cls, layout) if cls.has(layout, value)]
+        metafunc.parametrize(("layout", "value"), pairs, indirect=["layout"])
+
+    @pytest.fixture(autouse=True)
+    def layout(self, request: Any, tmp_path_factory: Any) -> str:
+        name = request.param
+        for fact, value in self.facts_of(name).items():
+            setattr(self, fact, value)
+        key = (type(self), name)
+        if key not in _checkpoints:
+            directory = tmp_path_factory.mktemp(f"{type(self).__name__}-{name}")
+            _checkpoints[key] = Checkpoint(self, name, directory)
+        self.loaded = _checkpoints[key]
+        return name
+
+    # -- what a test uses ---------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The standardized model, loaded with its weights."""
+        return self.loaded.model
+
+    @property
+    def bare(self) -> Any:
+        """Another copy of the checkpoint, loaded by transformers alone."""
+        return self.loaded.bare
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids of two rows, six tokens each."""
+        return self.loaded.ids
+
+    @property
+    def blocks(self) -> range:
+        return range(self.bare.config.get_text_config().num_hidden_layers)
+
+    def rest_of_block(self, block: Callable[[str], nn.Module], mid: Tensor) -> Tensor:
+        """What the bare block returns once its stream between the sublayers is ``mid``."""
+        return mid + block("mlp")(block("post_attention_layernorm")(mid))
+
+    def contribution_sum(self, block_values: Callable[[str], Tensor]) -> Tensor:
+        """What ``layer_output`` is in terms of the block's other values."""
+        return block_values("layer_input") + block_values("self_attn.attention_output") +
+        block_values("mlp.mlp_output")
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def native(self, path: str) -> str | None:
+        """The native path of a standard path, for any block."""
+        if path in self.NATIVE:
+            return self.NATIVE[path]
+        if not path.startswith("layers."):
+            return path
+        _, index, *rest = path.split(".")
+        blocks = self.NATIVE.get("layers", "layers")
+        for cut in range(len(rest), 0, -1):
+            known = ".".join(("layers.0", *rest[:cut]))
+            if known in self.NATIVE:
+                start = self.NATIVE[known]
+                if start is None:
+                    return None
+                tail = start.removeprefix(f"{blocks}.0.")
+                return ".".join((blocks, index, tail, *rest[cut:]))
+        return ".".join((blocks, index, *rest))
+
+    def module(self, path: str) -> nn.Module:
+        """The bare module of a standard path."""
+        return self.bare.get_submodule(self.native(path)) if path else self.bare
+
+    def site(self, value: str, layer: int | None = None) -> tuple[nn.Module, Site | Inside]:
+        """The bare module and the site of a value."""
+        site = self.SITES.get(value) or SITES[value]
+        if isinstance(site, Inside):
+            return self.module(f"layers.{layer}.self_attn"), site
+        if site.module.startswith("/"):
+            return self.module(site.module[1:]), site
+        return self.module(".".join(filter(None, (f"layers.{layer}", site.module)))), site
+
+    def host(self, value: str, layer: int | None = None) -> tuple[Any, str]:
+        """The envoy that serves a value, and the value's own name."""
+        host, _, name = value.rpartition(".")
+        if value in ROOT_ROWS:
+            return self.model, name
+        block = self.model.layers[layer]
+        return (getattr(block, host) if host else block), name
+
+    def dims(self, value: str) -> tuple[str, ...]:
+        host, name = self.host(value, 0)
+        return getattr(type(host), name).dims
+
+    # -- the oracle ---------------------------------------------------------------------------------------------------
+
+    def inputs(self, ids: Tensor | None = None, **more: Tensor) -> dict[str, Tensor]:
+        """What nnsight calls the model with for ``ids`` without padding."""
+        ids = self.ids if ids is None else ids
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+
+    def oracle(
+        self, values: Any, layers: Any = None, edits: Any = None, **options: Any
+    ) -> oracles.Run:
+        """Run the bare model with ``values`` of ``layers`` recorded as ``(value, layer)``, and ``edits`` of such pairs."""
+        wanted = [
+            (v, None if v in ROOT_VALUES else i) for v in values for i in ([None] if v in ROOT_VALUES else layers)
+        ]
+        call = options.pop("call", None)
+        inputs = options.pop("inputs", None) or self.inputs()
+        sites = {key: self.site(*key) for key in [*wanted, *(edits or {})]}
+        call = call or (lambda: self.bare(**inputs))
+        return oracles.run(self.bare, call, sites, edits, formula=self.FORMULA, **options)
+
+    def edited(self, value: str, layer: int | None, edit: oracles.Edit, **options: Any) -> Tensor:
+        """The logits of the bare model with one value edited."""
+        layer = None if value in ROOT_VALUES else layer
+        if value == "layer_mid":
+            mid = self.oracle([value], [layer], **options)[value, layer]
+            output = self.rest_of_block(lambda path: self.module(f"layers.{layer}.{path}"), edit(mid))
+            return self.oracle([], edits={("layer_output", layer): lambda _: output}, **options).output.logits
+        return self.oracle([], edits={(value, layer): edit}, **options).output.logits
+
+
+class Checkpoint:
+    """One layout's tiny checkpoint on disk and the copies of it that tests share."""
+
+    def __init__(self, suite: Facts, layout: str, directory: Any) -> None:
+        self.facts = suite.LAYOUTS[layout]
+        self.config = checkpoint.config(**{**suite.CONFIG, **self.facts.get("config", {})})
+        self.options = {"attn_implementation": "eager", **self.facts.get("load", {})}
+        self.directory = checkpoint.save(self.config, directory)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(2, self.config.get_text_config().vocab_size, (2, 6), generator=generator)
+
+    def load(self, dispatch: bool = True, **options: Any) -> Any:
+        from nnterp import StandardizedTransformer
+
+        return StandardizedTransformer(str(self.directory), dispatch=dispatch, **{**self.options, **options})
+
+    def load_bare(self, **options: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.directory, **{**self.options, **options}).eval()
+
+    @cached_property
+    def model(self) -> Any:
+        return self.load()
+
+    @cached_property
+    def bare(self) -> Any:
+        return self.load_bare()
+
+    @cached_property
+    def clean_logits(self) -> Tensor:
+        """What the bare model returns for `ids`."""
+        return self.bare(input_ids=self.ids, attention_mask=torch.ones_like(self.ids)).logits.detach()
+
+
+_checkpoints: dict[tuple[type, str], Checkpoint] = {}

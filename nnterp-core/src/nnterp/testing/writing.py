@@ -1,0 +1,114 @@
+"""Every value read and edited, in a plain trace, against the bare model."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
+from nnterp.testing.edits import edit_of, moved, only_at, only_row, rows, spot
+from nnterp.testing.facts import ROOT_VALUES, Facts
+
+
+class Writing(Facts):
+    """Tests that take one value each."""
+
+    def layers_of(self, value: str) -> list[int | None]:
+        return [None] if value in ROOT_VALUES else list(self.blocks)
+
+    def edited_at(self, value: str) -> int | None:
+        return None if value in ROOT_VALUES else self.EDITED
+
+    def assigned(self, value: str, edit, ids: Tensor | None = None) -> Tensor:
+        """The logits of a trace that assigns ``edit(value)``."""
+        host, name = self.host(value, self.EDITED)
+        with self.model.trace(self.ids if ids is None else ids):
+            setattr(host, name, edit(getattr(host, name)))
+            logits = self.model.logits.save()
+        return logits
+
+    def test_read_is_what_the_bare_model_has(self, value: str) -> None:
+        """On every block, with the layout it documents, and reading it changes nothing."""
+        expected = self.oracle([value], self.blocks)
+        for layer in self.layers_of(value):
+            host, name = self.host(value, layer)
+            with self.model.trace(self.ids):
+                read = getattr(host, name).clone().save()
+                logits = self.model.logits.save()
+            assert_close(read, expected[value, layer])
+            layout = getattr(type(host), name).layout
+            assert isinstance(read, layout), f"{tuple(read.shape)} {read.dtype} is no {layout}"
+            assert_same(logits, self.loaded.clean_logits)
+
+    def test_assignment_reaches_the_model(self, value: str) -> None:
+        logits = self.assigned(value, edit_of(value))
+        assert_differs(logits, self.loaded.clean_logits)
+        assert_close(logits, self.edited(value, self.edited_at(value), edit_of(value)), ULPS_AFTER_MODEL)
+
+    def test_in_place_edit_is_the_assignment(self, value: str) -> None:
+        host, name = self.host(value, self.EDITED)
+        edit = edit_of(value)
+
+        def edit_in_place() -> Tensor:
+            with self.model.trace(self.ids):
+                live = getattr(host, name)
+                live[:] = edit(live)
+                logits = self.model.logits.save()
+            return logits
+
+        if value in self.REFUSES_IN_PLACE:
+            with pytest.raises(RuntimeError, match="view"):
+                edit_in_place()
+            with torch.no_grad():
+                logits = edit_in_place()
+        else:
+            logits = edit_in_place()
+        assert_same(logits, self.assigned(value, edit))
+
+    def test_edit_of_one_token_changes_nothing_before_it(self, value: str) -> None:
+        index = spot(self.dims(value))
+        edit = only_at(index, moved)
+        logits = self.assigned(value, edit)
+        clean = self.loaded.clean_logits
+        assert_same(logits[0], clean[0])
+        assert_same(logits[1, :-1], clean[1, :-1])
+        assert_differs(logits[1, -1], clean[1, -1])
+        assert_close(logits, self.edited(value, self.edited_at(value), edit), ULPS_AFTER_MODEL)
+
+    def test_each_invoke_has_its_own_rows(self, value: str) -> None:
+        """One invoke reads and the other edits; then both edit; then the second edits in place."""
+        host, name = self.host(value, self.EDITED)
+        dims, edit, layer = self.dims(value), edit_of(value), self.edited_at(value)
+        clean = self.oracle([value], [self.EDITED])[value, layer]
+        second = self.edited(value, layer, only_row(1, 2, dims, edit))
+        first = self.edited(value, layer, only_row(0, 2, dims, edit))
+
+        with self.model.trace() as tracer:
+            with tracer.invoke(self.ids[:1]):
+                read = getattr(host, name).clone().save()
+                untouched = self.model.logits.save()
+            with tracer.invoke(self.ids[1:]):
+                setattr(host, name, edit(getattr(host, name)))
+                logits = self.model.logits.save()
+        assert_close(read, rows(clean, dims, 2, 0))
+        assert_same(untouched, self.loaded.clean_logits[:1])
+        assert_close(logits, second[1:], ULPS_AFTER_MODEL)
+
+        with self.model.trace() as tracer:
+            with tracer.invoke(self.ids[:1]):
+                setattr(host, name, edit(getattr(host, name)))
+                both_first = self.model.logits.save()
+            with tracer.invoke(self.ids[1:]):
+                setattr(host, name, edit(getattr(host, name)))
+                both_second = self.model.logits.save()
+        assert_close(both_first, first[:1], ULPS_AFTER_MODEL)
+        assert_same(both_second, logits)
+
+        with torch.no_grad(), self.model.trace() as tracer:
+            with tracer.invoke(self.ids[:1]):
+                untouched = self.model.logits.save()
+            with tracer.invoke(self.ids[1:]):
+                live = getattr(host, name)
+                live[:] = edit(live)
+                in_place = self.model.logits.save()
+        assert_same(untouched, self.loaded.clean_logits[:1])
+        assert_same(in_place, logits)
