@@ -27,42 +27,66 @@ HEAD_OUTPUTS = "attention_head_outputs"
 HEAD_AXIS = {INPUTS: 1, SCORES: 1, PROBABILITIES: 1, HEAD_OUTPUTS: 2}
 
 
-# -- the two taps of an eager attention function
-# ------------------------------------------------------------------------
+# -- the two taps of an eager attention function ----------------------------------------------------------------------
 
 
 def anatomy(definition: ast.FunctionDef) -> tuple[int, str, int, str]:
     """Where an eager function holds its masked scores and its probabilities: ``(index, variable)`` of each.
 
-    The scores are the variable the first matmul is kept in, after the last statement that mentions ``attention_mask``
-    and before the softmax (so before an attention sink joins them); the probabilities are what the last matmul
-    multiplies with the values.
+    The scores are the variable that enters the softmax (or is joined with an attention sink on the way there), after
+    the last statement that computes it; the probabilities are the variable that the second matmul multiplies with the
+    values. Both have to come from the first matmul, and the mask has to be in the scores by then, else there is no such
+    place.
     """
-    body = definition.body
+    name, body = definition.name, definition.body
     softmax = [i for i, s in enumerate(body) if calls(s, "softmax")]
     products = [i for i, s in enumerate(body) if calls(s, "matmul")]
-    if not softmax or len(products) < 2:
-        raise CannotTap(f"{definition.name} has no softmax between two matmuls")
-    first, last = products[0], products[-1]
-    kept = [name for name in targets(body[first]) if not isinstance(body[first], ast.If)]
-    mixed = calls(body[last], "matmul")[-1].args[0]
-    while isinstance(mixed, (ast.Call, ast.Attribute)):  # probabilities.to(dtype) is still the probabilities
-        mixed = mixed.func if isinstance(mixed, ast.Call) else mixed.value
-    if len(kept) != 1 or not isinstance(mixed, ast.Name):
-        raise CannotTap(f"{definition.name} keeps its scores or probabilities in no variable of their own")
-    masked = [
-        i
-        for i, s in enumerate(body)
-        if isinstance(s, (ast.If, ast.Assign)) and mentions(s, "attention_mask") and i < softmax[0]
-    ]
-    at = masked[-1] + 1 if masked else softmax[0]
+    if not softmax or len(products) != 2 or not products[0] < softmax[0] < products[1]:
+        raise CannotTap(f"{name} has no softmax between two matmuls")
+    first, last = products
+    joined = [i for i in range(first + 1, softmax[0] + 1) if calls(body[i], "cat")]
+    end = joined[0] if joined else softmax[0]
+    entering = entered(body[end], "cat" if joined else "softmax")
+    at = max((i + 1 for i in range(first, end) if entering in targets(body[i])), default=0)
+    if not at or entering not in derived(body[first:end]):
+        raise CannotTap(f"{name} keeps the scores that enter its softmax in no variable of their own")
     if (
-        not first < at <= softmax[0] < last
-        or (masked and kept[0] not in targets(body[masked[-1]]))
-        or not any(mentions(s, kept[0]) for s in body[at : softmax[0] + 1])
+        any(mentions(s, "attention_mask") for s in body[at : softmax[0] + 1])
+        or any(
+            isinstance(node, ast.BinOp)
+            and not isinstance(node.op, ast.Sub)  # a maximum may be subtracted, nothing else
+            for s in body[end : softmax[0] + 1]
+            for node in ast.walk(s)
+        )
     ):
-        raise CannotTap(f"{definition.name} does not mask its scores and put them through the softmax")
-    return at, kept[0], last, mixed.id
+        raise CannotTap(f"{name} goes on changing its scores on the way into the softmax")
+    mixed = entered(body[last], "matmul")
+    if mixed not in derived(body[first:last]):
+        raise CannotTap(f"{name} keeps the pattern it mixes the values with in no variable of its own")
+    return at, entering, last, mixed
+
+
+def entered(statement: ast.stmt, callee: str) -> str | None:
+    """The variable that ``statement`` hands ``callee`` first (in a list, for ``cat``), cast or not."""
+    argument = calls(statement, callee)[-1].args[0]
+    if isinstance(argument, (ast.List, ast.Tuple)):
+        argument = argument.elts[0]
+    while isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute) and argument.func.attr in CASTS:
+        argument = argument.func.value
+    return argument.id if isinstance(argument, ast.Name) else None
+
+
+#: Methods that change a tensor's dtype alone.
+CASTS = ("to", "type", "type_as", "float", "half", "bfloat16")
+
+
+def derived(statements: list[ast.stmt]) -> set[str]:
+    """The variables that are computed from what the first of ``statements`` computes, directly or not."""
+    found = targets(statements[0])
+    for statement in statements[1:]:
+        if any(mentions(statement, variable) for variable in found):
+            found |= targets(statement)
+    return found
 
 
 def mentions(node: ast.AST, name: str) -> bool:
