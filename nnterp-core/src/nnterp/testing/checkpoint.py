@@ -39,7 +39,7 @@ def tokenizer() -> Any:
 
 
 def config(**fields: Any) -> Any:
-    """The config of ``model_type`` with ``fields``, with this vocabulary and its special tokens where they do not say."""
+    """The config of ``model_type`` with ``fields``; the kit's vocabulary and special tokens where they do not say."""
     from transformers import AutoConfig
 
     fields = {"vocab_size": VOCAB, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1, **fields}

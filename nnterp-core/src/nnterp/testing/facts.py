@@ -160,8 +160,8 @@ class Facts:
 
     def contribution_sum(self, block_values: Callable[[str], Tensor]) -> Tensor:
         """What ``layer_output`` is in terms of the block's other values."""
-        return block_values("layer_input") + block_values("self_attn.attention_output") +
-        block_values("mlp.mlp_output")
+        parts = ("layer_input", "self_attn.attention_output", "mlp.mlp_output")
+        return sum(block_values(part) for part in parts[1:]) + block_values(parts[0])
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -215,10 +215,8 @@ class Facts:
         ids = self.ids if ids is None else ids
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
 
-    def oracle(
-        self, values: Any, layers: Any = None, edits: Any = None, **options: Any
-    ) -> oracles.Run:
-        """Run the bare model with ``values`` of ``layers`` recorded as ``(value, layer)``, and ``edits`` of such pairs."""
+    def oracle(self, values: Any, layers: Any = None, edits: Any = None, **options: Any) -> oracles.Run:
+        """Run the bare model with ``values`` of ``layers`` recorded, as ``(value, layer)``, and such pairs edited."""
         wanted = [
             (v, None if v in ROOT_VALUES else i) for v in values for i in ([None] if v in ROOT_VALUES else layers)
         ]
