@@ -6,6 +6,7 @@ import textwrap
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import importlib_metadata
 import pytest
@@ -16,20 +17,31 @@ from nnterp import families
 Install = Callable[..., Path]
 
 
+def take_families_out() -> dict[str, ModuleType]:
+    """Undo every look-up so far: no family is an attribute or in ``sys.modules`` under nnterp's name for it."""
+    taken = {}
+    for name in [name for name in sys.modules if name.startswith("nnterp.families.")]:
+        if name != "nnterp.families.default":
+            taken[name] = sys.modules.pop(name)
+            vars(families).pop(name.split(".")[2], None)
+    return taken
+
+
 @pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    """Discover anew in every test, and leave none of its modules behind."""
-    before = set(sys.modules)
-    attributes = set(vars(families))
+def discovered_anew() -> Iterator[None]:
+    """Every test discovers the plugins itself, and leaves nothing of its own behind."""
     nnterp.plugins.catalogue.cache_clear()
+    taken = take_families_out()
     yield
-    nnterp.plugins.catalogue.cache_clear()
+    take_families_out()
+    for name in [name for name in sys.modules if name.startswith("plugin_")]:
+        del sys.modules[name]
     families.REGISTRY.clear()
-    for name in set(sys.modules) - before:
-        if name.startswith(("nnterp.families.", "plugin_")) and name != "nnterp.families.default":
-            del sys.modules[name]
-    for name in set(vars(families)) - attributes - {"default"}:
-        delattr(families, name)
+    nnterp.plugins.catalogue.cache_clear()
+    for name, module in taken.items():
+        sys.modules[name] = module
+        if name.count(".") == 2:
+            setattr(families, name.rpartition(".")[2], module)
 
 
 @pytest.fixture
