@@ -144,6 +144,7 @@ class EProperty(eproperty):
     def reason(self, obj: Any) -> str | None:
         """Why this value is not available on ``obj``, or None when it is."""
         reason = self._unavailable(obj) if callable(self._unavailable) else self._unavailable
+        reason = reason or getattr(obj, "refused", {}).get(self.name)
         if reason is not None or self.key is None:
             return reason
         from_root, ups, segments, attribute = parsed(self.path(obj))

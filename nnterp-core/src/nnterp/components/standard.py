@@ -37,9 +37,12 @@ class Standard(Envoy):
             first call of a run on.
         TAPS: Locations that this class adds inside its module's forward, each with the rule that places it
             (`nnterp.components.taps`). Served under the location's name.
+        refused: Values that this module turned out not to have although its class does, with the reason: what a run of
+            it has shown (`nnterp.inspection`).
     """
 
     sourced: bool = False
+    refused: Mapping[str, str] = {}
     TAPS: Mapping[str, Rule] = {}
     ROLE = "module"
 
