@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from greenlet import getcurrent
+from nnsight import Envoy
 from nnsight.intervention.eproperty import WriteBack, eproperty
 from nnsight.intervention.interleaver import Mediator
 from nnsight.intervention.source import Source, SourceNotAvailable
@@ -249,6 +250,10 @@ class EProperty(eproperty):
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def __set__(self, obj: Any, value: Any) -> None:
+        if isinstance(value, Envoy):  # a child that has this name: mounted as nnsight mounts one called `output`
+            mounted = f"{Envoy.OVERLOAD_PREFIX}{self.name}"
+            obj.__dict__[mounted], obj._aliases[mounted] = value, self.name
+            return
         self._require(obj)
         location = self._location(obj)
         raw = Mediator.value(location)
