@@ -10,6 +10,7 @@ from torch import nn
 
 from nnterp import families
 from nnterp.families import UnsupportedFamily
+from nnterp.shipped import module_name, package_for
 
 # -- the family -------------------------------------------------------------------------------------------------------
 
@@ -25,8 +26,10 @@ def resolve_family(repo_id: Any, family: Any, kwargs: dict) -> Any:
             )
         return family
     config = read_config(repo_id, kwargs)
-    refuse_encoders(config)
-    return families.lookup(getattr(config, "text_config", config).model_type)
+    model_type = getattr(config, "text_config", config).model_type
+    if model_type not in families.REGISTRY and not is_decoder_type(model_type):
+        refuse_encoders(config)
+    return families.lookup(model_type)
 
 
 def read_config(repo_id: Any, kwargs: dict) -> Any:
@@ -46,11 +49,27 @@ def read_config(repo_id: Any, kwargs: dict) -> Any:
     return AutoConfig.from_pretrained(repo_id, **passed)
 
 
+#: Encoders whose config has no flag that says so.
+ENCODERS = ("xlm", "xlnet")
+
+
+def is_decoder_type(model_type: str) -> bool:
+    """Whether a package serves the type, installed or not. Its config's flags say nothing then: GPT-NeoX's denies it."""
+    return module_name(model_type) in families.known() or package_for(model_type) is not None
+
+
 def refuse_encoders(config: Any) -> None:
-    """Raise UnsupportedFamily for a checkpoint that is no decoder-only model."""
-    if getattr(config, "is_encoder_decoder", False):
+    """Raise UnsupportedFamily for a checkpoint of a type that is no decoder-only model."""
+    from transformers.models.auto import modeling_auto
+
+    # A decoder that transformers cuts out of an encoder-decoder is flagged as the decoder it is; its type is not.
+    halves = (
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
+    if getattr(config, "is_encoder_decoder", False) or any(config.model_type in names for names in halves):
         kind = "an encoder-decoder"
-    elif getattr(config, "is_decoder", None) is False:
+    elif getattr(config, "is_decoder", None) is False or config.model_type in ENCODERS:
         kind = "an encoder, whose attention looks both ways,"
     else:
         return
