@@ -1,7 +1,7 @@
 """The components: the envoys of a decoder block, their values, and the layouts of those values."""
 
 from nnterp.components.attention import NOT_ON_INTERFACE, Attention, eager_function, implementation_of
-from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable, unavailable
+from nnterp.components.eproperty import DerivedEProperty, EProperty, Flattened, Unavailable, unavailable
 from nnterp.components.layer import PARALLEL, Layer, mid_at
 from nnterp.components.layouts import (
     BATCH,
@@ -28,7 +28,17 @@ from nnterp.components.layouts import (
 from nnterp.components.locations import FIRST
 from nnterp.components.mlp import Mlp
 from nnterp.components.standard import Blocks, Standard, axis_size, blocks_support, standard_children
-from nnterp.components.taps import argument, assigned, product, result, stream_before
+from nnterp.components.taps import (
+    apart,
+    argument,
+    assigned,
+    each,
+    out_of_place,
+    product,
+    result,
+    stream_before,
+    unflattened,
+)
 
 __all__ = [
     "BATCH",
@@ -51,6 +61,7 @@ __all__ = [
     "DerivedEProperty",
     "EProperty",
     "FlatResidual",
+    "Flattened",
     "HeadOutputs",
     "Keys",
     "Layer",
@@ -62,16 +73,20 @@ __all__ = [
     "Standard",
     "Unavailable",
     "Values",
+    "apart",
     "argument",
     "assigned",
     "axis_size",
     "blocks_support",
+    "each",
     "eager_function",
     "implementation_of",
     "mid_at",
+    "out_of_place",
     "product",
     "result",
     "standard_children",
     "stream_before",
     "unavailable",
+    "unflattened",
 ]

@@ -52,6 +52,8 @@ class Attention(Standard):
                 f"scores and probabilities exist in the eager attention only, and this model runs {implementation!r}: "
                 f'load it with attn_implementation="eager"'
             )
+        if interface.SCORES in self.TAPS:  # the module computes them in its own forward
+            return None
         eager = eager_function(type(self._module))
         copy = "no eager_attention_forward beside it" if eager is None else interface.eager_copy(eager)
         return f"its eager attention cannot be read inside: {copy}" if isinstance(copy, str) else None

@@ -217,7 +217,10 @@ class EProperty(eproperty):
                 if waiting is not None and waiting.key == (self, location, occurrence):
                     return waiting.view
             raw = Mediator.value(location)
-            value = self._view(obj, self._pick(obj, raw))
+            element = self._pick(obj, raw)
+            value = self._view(obj, element)
+            if value is not element or hasattr(element, ROWS_OF_A_BATCH):
+                gradient_in_base(value)
             if self._transform is not None:
                 back = partial(self._write_back, obj, value, raw)
                 mediator.transform = WriteBack(back, value, self, location, occurrence)
@@ -287,6 +290,37 @@ class EProperty(eproperty):
             raise ValueError(
                 f"{what} is on {replaced.device}, and the tensor assigned is on {value.device}; move it there"
             )
+
+
+class Flattened(EProperty):
+    """A value with batch and sequence in one axis, at a location that has them apart.
+
+    The read is a view where the location's tensor is contiguous; an assignment is split again.
+    """
+
+    def _view(self, obj: Any, element: Any) -> Any:
+        return EProperty._view(self, obj, element.flatten(0, 1))
+
+    def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
+        return EProperty._pack(self, obj, raw, value.reshape(self._pick(obj, raw).shape))
+
+
+#: What nnsight marks a tensor with whose gradient it is to find in that of its base.
+ROWS_OF_A_BATCH = "_nnsight_batch"
+
+
+def gradient_in_base(value: Any) -> None:
+    """Have nnsight find the gradient of a view, which the model does not go on with, in that of the tensor viewed.
+
+    nnsight does so for the rows of an invoke, and reads the gradient as the tensor is laid out; here it is laid out so.
+    """
+    base = value._base if isinstance(value, torch.Tensor) else None
+    if base is not None and base.requires_grad:
+        setattr(value, ROWS_OF_A_BATCH, True)
+        shape, laid_out = base.shape, base.stride()  # not the tensor, which would then hold itself
+        base.register_hook(
+            lambda grad: grad if grad.stride() == laid_out else grad.new_empty_strided(shape, laid_out).copy_(grad)
+        )
 
 
 def _rebuild(cls: type, state: dict) -> "EProperty":

@@ -38,15 +38,22 @@ class CannotTap(ValueError):
     """The function is not written the way a rule expects; the message says what is missing."""
 
 
-def serve(module: Any, name: str, value: Any) -> Any:
-    """Hand ``value`` to the trace that ``module`` runs in, under ``name``; return it, edited if the trace wrote to
-    it.
+def serve(module: Any, name: str, value: Any, split: tuple[int, int] | None = None, apart: bool = False) -> Any:
+    """Hand ``value`` to the trace that ``module`` runs in, under ``name``; return it, edited if the trace wrote to it.
+
+    With ``split``, ``(batch, seq)``, the trace sees the first axis of ``value`` as these two; with ``apart``, a copy.
     """
     state = module.__dict__.get(STATE)
     if state is None:
         return value
     interleaver, path, _ = state.active()
-    return value if interleaver is None else interleaver.handle(f"{path}.{name}", value)
+    if interleaver is None:
+        return value
+    if apart:
+        value = value.clone()
+    if split is None:
+        return interleaver.handle(f"{path}.{name}", value)
+    return interleaver.handle(f"{path}.{name}", value.unflatten(0, split)).flatten(0, 1)
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -115,23 +122,78 @@ def product(attribute: str, occurrence: int = 0) -> Rule:
     return apply
 
 
-def assigned(variable: str | tuple[str, ...], occurrence: int = -1, before: str | None = None) -> Rule:
+def assigned(
+    variable: str | tuple[str, ...], occurrence: int = -1, before: str | None = None, after: str | None = None
+) -> Rule:
     """``variable`` (or several, served as a tuple) after the ``occurrence``-th statement that assigns it.
 
-    With ``before``, right before the first statement that calls it instead. A statement that assigns the variable
-    inside a branch counts as one.
+    With ``before``, right before the first statement that calls it instead; with ``after``, right behind that
+    statement. A statement that assigns the variable, or calls ``after``, inside a branch counts as one.
     """
     names = (variable,) if isinstance(variable, str) else variable
 
     def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
-        for body in bodies(definition):
+        for body in reversed([*bodies(definition)]):  # the outermost first: a branch is one statement of its body
             if before is not None:
                 found = [i for i, s in enumerate(body) if calls(own(s), natives.get(before, before))][:1]
+            elif after is not None:
+                found = [i + 1 for i, s in enumerate(body) if calls(s, natives.get(after, after))][:1]
             else:
                 found = [i + 1 for i, s in enumerate(body) if names[-1] in targets(s)]
-            if found and (before is not None or -len(found) <= occurrence < len(found)):
-                return insert(body, found[0 if before else occurrence], definition, name, *names)
+            if found and (before or after or -len(found) <= occurrence < len(found)):
+                return insert(body, found[0 if before or after else occurrence], definition, name, *names)
         raise CannotTap(f"no statement assigns {', '.join(names)} as expected in {definition.name}")
+
+    return apply
+
+
+def each(*rules: Rule) -> Rule:
+    """One location served at several places: those of ``rules``, in branches of which a call takes one."""
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        for rule in rules:
+            rule(definition, name, natives)
+
+    return apply
+
+
+def unflattened(rule: Rule, shape: str) -> Rule:
+    """What ``rule`` serves, its first axis split into batch and sequence as the variable ``shape`` has them.
+
+    For a forward that flattens the two: the trace then sees the value as everywhere, and each invoke its own rows.
+    """
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        rule(definition, name, natives)
+        for node in ast.walk(definition):
+            if isinstance(node, ServeCall) and node.args[1].value == name:
+                node.args.append(parsed(f"{shape}[:2]", node))
+
+    return apply
+
+
+def apart(rule: Rule) -> Rule:
+    """What ``rule`` serves, as a tensor of its own: an argument that is also another value, edited apart from it."""
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        rule(definition, name, natives)
+        for node in ast.walk(definition):
+            if isinstance(node, ServeCall) and node.args[1].value == name:
+                node.keywords.append(ast.keyword("apart", ast.copy_location(ast.Constant(True), node)))
+
+    return apply
+
+
+def out_of_place(variable: str) -> Rule:
+    """Serves nothing: ``variable += x`` becomes a plain sum, so that what a trace has read stays what it was."""
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        for body in bodies(definition):
+            for index, statement in enumerate(body):
+                if isinstance(statement, ast.AugAssign) and targets(statement) == {variable}:
+                    total = ast.BinOp(parsed(variable, statement), statement.op, statement.value)
+                    body[index] = ast.Assign([statement.target], ast.copy_location(total, statement))
+                    ast.copy_location(body[index], statement)
 
     return apply
 
@@ -215,6 +277,14 @@ def replace(definition: ast.FunctionDef, name: str, target: ast.expr) -> None:
                 value[:] = [served(definition, name, target) if item is target else item for item in value]
                 return None
     raise CannotTap(f"{definition.name}: the expression stands alone")
+
+
+def parsed(code: str, at: ast.AST) -> ast.expr:
+    """The expression ``code``, placed where ``at`` is."""
+    tree = ast.parse(code, mode="eval").body
+    for node in ast.walk(tree):
+        ast.copy_location(node, at)
+    return tree
 
 
 def insert(body: list, index: int, definition: ast.FunctionDef, name: str, *variables: str) -> None:
