@@ -20,7 +20,6 @@ class TestGPT2(FamilySuite):
         "layers.0.mlp.down_proj": "transformer.h.0.mlp.c_proj",
     }
     REFUSES_IN_PLACE = ("self_attn.attention_queries",)
-    POSITIONS = True
     LAYOUTS = {
         "default": {},
         "reorder_and_upcast_attn": {

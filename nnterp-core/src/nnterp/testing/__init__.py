@@ -14,7 +14,10 @@ state.
 
 import pytest
 
-pytest.register_assert_rewrite(*(f"nnterp.testing.{name}" for name in ("comparing", "suite", "writing")))
+#: The modules whose assertions pytest explains.
+MODULES = ("comparing", "formulas", "methods", "naming", "running", "writing")
+
+pytest.register_assert_rewrite(*(f"nnterp.testing.{name}" for name in MODULES))
 
 from nnterp.testing.oracles import Call, Formula, Inside, Site, heads, run  # noqa: E402
 from nnterp.testing.suite import FamilySuite  # noqa: E402

@@ -1,6 +1,6 @@
 """What a suite states about its family, and the loaded models its tests run on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -71,8 +71,6 @@ class Facts:
         REFUSES_IN_PLACE: Values that are views of one projection, which torch refuses to edit in place under autograd.
         ATTENTION_SINK: Rows of the pattern sum to less than one.
         ATTENTION_INPUT, MLP_INPUT: The value that attention and MLP are called with.
-        POSITIONS: Whether a left-padded row needs ``position_ids`` to be what its prompt alone is (absolute
-            positions).
         MLP_WIDTH_KEY: The config key of the MLP's width, where `intermediate_size` is not in its parameters' shapes.
         FORMULA: The attention written out (`oracles.Formula`), None where the module does not call transformers'
             interface.
@@ -89,12 +87,12 @@ class Facts:
     ATTENTION_SINK: bool = False
     ATTENTION_INPUT: str = "attention_norm_output"
     MLP_INPUT: str = "mlp_norm_output"
-    POSITIONS: bool = False
     MLP_WIDTH_KEY: str | None = None
     FORMULA: Formula | None = Formula()
 
     #: Set for each test from the layout it runs on.
     loaded: "Checkpoint"
+    layout_name: str
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -131,6 +129,7 @@ class Facts:
             directory = tmp_path_factory.mktemp(f"{type(self).__name__}-{name}")
             _checkpoints[key] = Checkpoint(self, name, directory)
         self.loaded = _checkpoints[key]
+        self.layout_name = name
         return name
 
     # -- what a test uses ---------------------------------------------------------------------------------------------
@@ -150,6 +149,30 @@ class Facts:
         """Token ids of two rows, six tokens each."""
         return self.loaded.ids
 
+    @cached_property
+    def family(self) -> Any:
+        """The family's module."""
+        from nnterp import families
+
+        return families.lookup(self.FAMILY) if isinstance(self.FAMILY, str) else self.FAMILY
+
+    @property
+    def everything(self) -> dict[tuple[str, int | None], Tensor]:
+        """Every value of a plain trace of `ids`, read through nnterp in one trace, by ``(value, block)``."""
+        if self.loaded.everything is None:
+            self.loaded.everything = self.read_all(self.model)
+        return self.loaded.everything
+
+    def read_all(self, model: Any, inputs: Any = None, values: Iterable[str] = ()) -> dict:
+        """Every value this layout serves, or ``values``, as one trace of ``model`` reads them."""
+        places = self.places(values or self.served(), model)
+        hosts = [self.host(*place, model) for place in places]
+        with model.trace(self.ids if inputs is None else inputs):
+            read = [].save()
+            for host, name in hosts:
+                read.append(getattr(host, name).detach().clone())
+        return dict(zip(places, read, strict=True))
+
     @property
     def blocks(self) -> range:
         return range(self.bare.config.get_text_config().num_hidden_layers)
@@ -157,6 +180,10 @@ class Facts:
     def rest_of_block(self, block: Callable[[str], nn.Module], mid: Tensor) -> Tensor:
         """What the bare block returns once its stream between the sublayers is ``mid``."""
         return mid + block("mlp")(block("post_attention_layernorm")(mid))
+
+    def mid_sum(self, block_values: Callable[[str], Tensor]) -> Tensor:
+        """What ``layer_mid`` is in terms of the block's other values."""
+        return block_values("layer_input") + block_values("self_attn.attention_output")
 
     def contribution_sum(self, block_values: Callable[[str], Tensor]) -> Tensor:
         """What ``layer_output`` is in terms of the block's other values."""
@@ -196,13 +223,24 @@ class Facts:
             return self.module(site.module[1:]), site
         return self.module(".".join(filter(None, (f"layers.{layer}", site.module)))), site
 
-    def host(self, value: str, layer: int | None = None) -> tuple[Any, str]:
-        """The envoy that serves a value, and the value's own name."""
+    def host(self, value: str, layer: int | None = None, model: Any = None) -> tuple[Any, str]:
+        """The envoy that serves a value, of `model` unless another is given, and the value's own name."""
+        model = self.model if model is None else model
         host, _, name = value.rpartition(".")
         if value in ROOT_ROWS:
-            return self.model, name
-        block = self.model.layers[layer]
+            return model, name
+        block = model.layers[layer]
         return (getattr(block, host) if host else block), name
+
+    def served(self, *names: str) -> list[str]:
+        """Which of ``names``, all values by default, this layout serves."""
+        return [name for name in names or (*BLOCK_VALUES, *ROOT_VALUES) if self.has(self.layout_name, name)]
+
+    def places(self, values: Iterable[str], model: Any = None) -> list[tuple[str, int | None]]:
+        """``(value, block)`` for every block (None for a value of the root), in the order in which the model runs."""
+        model = self.model if model is None else model
+        found = [(v, i) for v in values for i in ([None] if v in ROOT_VALUES else self.blocks)]
+        return sorted(found, key=lambda place: model.rank(*place))
 
     def dims(self, value: str) -> tuple[str, ...]:
         host, name = self.host(value, 0)
@@ -228,12 +266,17 @@ class Facts:
 
     def edited(self, value: str, layer: int | None, edit: oracles.Edit, **options: Any) -> Tensor:
         """The logits of the bare model with one value edited."""
+        return self.edited_run(value, layer, edit, **options).output.logits
+
+    def edited_run(self, value: str, layer: int | None, edit: oracles.Edit, **options: Any) -> oracles.Run:
+        """The run of the bare model with one value edited; of the stream in mid-block, at the call ``at_call``."""
         layer = None if value in ROOT_VALUES else layer
         if value == "layer_mid":
-            mid = self.oracle([value], [layer], **options)[value, layer]
+            mids = self.oracle([value], [layer], **{**options, "at_call": None}).calls[value, layer]
+            mid = mids[options.get("at_call") or 0]
             output = self.rest_of_block(lambda path: self.module(f"layers.{layer}.{path}"), edit(mid))
-            return self.oracle([], edits={("layer_output", layer): lambda _: output}, **options).output.logits
-        return self.oracle([], edits={(value, layer): edit}, **options).output.logits
+            return self.oracle([], edits={("layer_output", layer): lambda _: output}, **options)
+        return self.oracle([], edits={(value, layer): edit}, **options)
 
 
 class Checkpoint:
@@ -245,6 +288,7 @@ class Checkpoint:
         self.options = {"attn_implementation": "eager", **self.facts.get("load", {})}
         self.directory = checkpoint.save(self.config, directory)
         generator = torch.Generator().manual_seed(1)
+        self.everything: dict | None = None
         self.ids = torch.randint(2, self.config.get_text_config().vocab_size, (2, 6), generator=generator)
 
     def load(self, dispatch: bool = True, **options: Any) -> Any:

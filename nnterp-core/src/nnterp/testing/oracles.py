@@ -70,7 +70,14 @@ class Formula:
 
     ``at(part, tensor)`` records (and edits) one of ``queries``, ``keys``, ``values``, ``scores``, ``probabilities``,
     ``head_outputs``.
+
+    Args:
+        method: The method of the attention module that this stands for, returning the heads before the sequence, where
+            the module looks no attention function up.
     """
+
+    def __init__(self, method: str | None = None) -> None:
+        self.method = method
 
     def __call__(self, at: Callable, module: nn.Module, query, key, value, mask, scaling=None, **options) -> tuple:
         query, key, value = at("queries", query), at("keys", key), at("values", value)
@@ -206,7 +213,8 @@ def attention_replaced(
                 return record(names[part], tensor) if part in names else tensor
 
             if implementation == "eager":
-                return formula(at, module, query, key, value, mask, *args, **kwargs)
+                output, pattern = formula(at, module, query, key, value, mask, *args, **kwargs)
+                return output.transpose(1, 2) if formula.method else output, pattern
             query, key, value = at("queries", query), at("keys", key), at("values", value)
             output, *rest = attend(module, query, key, value, mask, *args, **kwargs)
             return at("head_outputs", output), *rest
@@ -214,10 +222,11 @@ def attention_replaced(
         return attention
 
     if implementation == "eager":
-        files = {file for module in inside for file in files_of(type(module))}
-        saved = {file: file.eager_attention_forward for file in files}
-        for file, attend in saved.items():
-            file.eager_attention_forward = serving(attend)
+        name = formula.method or "eager_attention_forward"
+        owners = {owner for module in inside for owner in owners_of(type(module), name)}
+        saved = {owner: getattr(owner, name) for owner in owners}
+        for owner, attend in saved.items():
+            setattr(owner, name, serving(attend))
     else:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -226,13 +235,13 @@ def attention_replaced(
         yield
     finally:
         if implementation == "eager":
-            for file, attend in saved.items():
-                file.eager_attention_forward = attend
+            for owner, attend in saved.items():
+                setattr(owner, name, attend)
         else:
             del ALL_ATTENTION_FUNCTIONS[implementation]
 
 
-def files_of(kind: type) -> list[Any]:
-    """The modules that define ``kind`` and what it is made from, where they hold an eager attention function."""
-    found = [sys.modules.get(klass.__module__) for klass in kind.__mro__]
-    return [file for file in found if hasattr(file, "eager_attention_forward")]
+def owners_of(kind: type, name: str) -> list[Any]:
+    """Who holds the function ``name``: ``kind`` and what it is made from, or the files that define them."""
+    found = [holder for klass in kind.__mro__ for holder in (klass, sys.modules.get(klass.__module__))]
+    return [holder for holder in found if name in vars(holder)]

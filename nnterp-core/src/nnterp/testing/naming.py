@@ -1,0 +1,116 @@
+"""Names and availability: the modules under their standard names, and what `support` says of each value."""
+
+import pytest
+
+from nnterp import Unavailable, components
+from nnterp.components import EProperty
+from nnterp.testing.facts import ROOT_ROWS, Facts
+
+HOSTS = {
+    "": ("Layer", components.Layer),
+    "self_attn": ("Attention", components.Attention),
+    "mlp": ("Mlp", components.Mlp),
+}
+
+
+class Naming(Facts):
+    def hosts(self) -> dict[str, type]:
+        """The family's class of each envoy that carries values, by its standard name (``""``: the block)."""
+        found = {host: getattr(self.family, name) for host, (name, _) in HOSTS.items() if hasattr(self.family, name)}
+        return {host: kind for host, kind in found.items() if not host or self.native(f"layers.0.{host}") is not None}
+
+    def expected_rows(self) -> set[str]:
+        return {
+            f"{host}.{name}".lstrip(".")
+            for host, kind in self.hosts().items()
+            for name in {*kind.values(), *HOSTS[host][1].values()}
+        }
+
+    def test_family_of_the_checkpoint(self) -> None:
+        assert self.model.family is self.family
+
+    def test_standard_names_are_the_native_modules(self) -> None:
+        for standard, native in self.NATIVE.items():
+            if native is None:
+                with pytest.raises(AttributeError):
+                    self.model.get(standard)
+                continue
+            assert self.model.get(standard) is self.model.get(native), standard
+            if standard.startswith("layers.0."):
+                for layer in self.blocks:
+                    name = standard.replace("layers.0", f"layers.{layer}", 1)
+                    assert self.model.get(name) is self.model.get(self.native(name)), name
+        assert "model" not in self.model._aliases
+        assert len(self.model.layers) == len(self.blocks) > 1
+
+    def test_every_block_is_of_the_family(self) -> None:
+        for block in self.model.layers:
+            for host, kind in self.hosts().items():
+                envoy = getattr(block, host) if host else block
+                assert type(envoy) is kind
+                assert issubclass(kind, HOSTS[host][1])
+
+    def test_module_outputs_have_their_widths(self) -> None:
+        attention = self.model.layers[0].self_attn
+        with self.model.trace(self.ids):
+            attended = attention.output.save()
+            block = self.model.layers[0].output.save()
+            normed = self.model.norm.output.save()
+            head = self.model.lm_head.output.save()
+        width, vocabulary = self.model.hidden_size, self.model.vocab_size
+        first = [value[0] if isinstance(value, tuple) else value for value in (attended, block)]
+        assert [value.shape[-1] for value in (*first, head)] == [width, width, vocabulary]
+        assert normed.shape[-1] == self.model.lm_head._module.in_features
+
+    def test_support_lists_every_value(self) -> None:
+        rows = self.expected_rows()
+        assert set(self.model.support()) == rows | set(ROOT_ROWS)
+        for layer in (*self.blocks, -1):
+            assert set(self.model.support(layer=layer)) == rows
+
+    def test_support_gives_the_reasons(self) -> None:
+        for value, reason in self.model.support().items():
+            expected = self.EXPECTED_UNAVAILABLE.get(value)
+            if expected is None:
+                assert reason is None, f"{value}: {reason}"
+                continue
+            assert isinstance(reason, dict), f"{value} is expected to be unavailable ({expected}), and is {reason}"
+            assert set(reason) <= set(self.blocks)
+            for layer, why in reason.items():
+                assert expected in why, f"{value} of block {layer}: {why!r} does not say {expected!r}"
+                assert self.model.support(layer=layer)[value] == why
+        assert set(self.EXPECTED_UNAVAILABLE) <= set(self.model.support())
+
+    def test_unavailable_values_say_why(self) -> None:
+        """On a read and on a write, in a trace and outside, before the model runs; the model works afterwards."""
+        for value in self.EXPECTED_UNAVAILABLE:
+            for layer, why in self.model.support()[value].items():
+                host, name = self.host(value, layer)
+                with pytest.raises(Unavailable) as read:
+                    getattr(host, name)
+                assert why in str(read.value) and name in str(read.value)
+                with pytest.raises(Unavailable):
+                    hasattr(host, name)
+                with pytest.raises(Unavailable), self.model.trace(self.ids):
+                    getattr(host, name)
+                with pytest.raises(Unavailable), self.model.trace(self.ids):
+                    setattr(host, name, self.ids)
+        with self.model.trace(self.ids):
+            logits = self.model.logits.save()
+        assert logits.equal(self.loaded.clean_logits)
+
+    def test_values_are_descriptors_of_the_block(self) -> None:
+        for value, reason in self.model.support(layer=0).items():
+            host, name = self.host(value, 0)
+            assert isinstance(getattr(type(host), name), EProperty)
+            assert host.support()[name] == reason
+
+    def test_repr_lists_the_values(self) -> None:
+        text = repr(self.model.layers[0])
+        for value in self.model.support(layer=0):
+            assert f"({value.rpartition('.')[2]})" in text
+        text = repr(self.model)
+        for value in ROOT_ROWS:
+            assert f"({value})" in text
+        for value, why in self.EXPECTED_UNAVAILABLE.items():
+            assert value.rpartition(".")[2] in text and why is not None

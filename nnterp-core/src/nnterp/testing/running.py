@@ -1,0 +1,196 @@
+"""Every value in the other ways of running a model: generation, gradients, stored edits, sessions, padded batches."""
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
+from nnterp.testing.edits import edit_of, noise
+from nnterp.testing.facts import ROOT_VALUES, Facts
+
+STEPS = 4
+#: Generation that makes exactly `STEPS` forward passes.
+GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+#: Two prompts of different lengths.
+PROMPTS = ["The quick brown fox jumps over", "Paris is"]
+
+
+class Running(Facts):
+    def place(self, value: str) -> tuple[str, int | None]:
+        return value, None if value in ROOT_VALUES else self.EDITED
+
+    def generated(self) -> Any:
+        return self.bare.generate(**self.inputs(), **GREEDY)
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    def test_every_step_of_generation(self, value: str) -> None:
+        host, name = self.host(value, self.EDITED)
+        expected = self.oracle([value], [self.EDITED], call=self.generated)
+        with self.model.generate(self.ids, **GREEDY) as tracer:
+            read = [].save()
+            for _ in tracer.iter[0:STEPS]:
+                read.append(getattr(host, name).clone())
+            tokens = tracer.result.save()
+        assert_same(tokens, expected.output)
+        steps = expected.calls[self.place(value)]
+        assert len(read) == len(steps) == STEPS
+        for got, bare in zip(read, steps, strict=True):
+            assert_close(got, bare, ULPS_AFTER_MODEL)
+
+    def test_first_read_at_a_late_step(self, value: str) -> None:
+        """Of a model that was never traced, after another read at an earlier step."""
+        model = self.loaded.load()
+        host, name = self.host(value, self.EDITED, model)
+        expected = self.oracle([value, "layer_output"], [self.EDITED], call=self.generated)
+        with model.generate(self.ids, **GREEDY) as tracer:
+            for _ in tracer.iter[1]:
+                early = model.layers[self.EDITED].layer_output.clone().save()
+            for _ in tracer.iter[2]:
+                late = getattr(host, name).clone().save()
+        assert_close(early, expected.calls["layer_output", self.EDITED][1], ULPS_AFTER_MODEL)
+        assert_close(late, expected.calls[self.place(value)][2], ULPS_AFTER_MODEL)
+
+    def test_edit_at_one_step_of_generation(self, value: str) -> None:
+        host, name = self.host(value, self.EDITED)
+        edit, place = edit_of(value), self.place(value)
+
+        def call() -> Any:
+            return self.bare.generate(**self.inputs(), **GREEDY, return_dict_in_generate=True, output_logits=True)
+
+        expected = self.edited_run(*place, edit, at_call=1, call=call).output
+        with self.model.generate(self.ids, **GREEDY) as tracer:
+            logits = [].save()
+            for step in tracer.iter[0:STEPS]:
+                if step == 1:
+                    setattr(host, name, edit(getattr(host, name)))
+                logits.append(self.model.logits[:, -1].clone())
+            tokens = tracer.result.save()
+        assert_same(tokens, expected.sequences)
+        for got, bare in zip(logits, expected.logits, strict=True):
+            assert_close(got, bare, ULPS_AFTER_MODEL)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def test_gradient(self, value: str) -> None:
+        """Of a loss on the logits with respect to the value."""
+        host, name = self.host(value, self.EDITED)
+        weights = noise(self.loaded.clean_logits, seed=5)
+        run = self.oracle([value], [self.EDITED], graph=True)
+        (run.output.logits * weights).sum().backward()
+        expected = run[self.place(value)].grad
+        with self.model.trace(self.ids):
+            live = getattr(host, name)
+            loss = (self.model.logits * weights).sum()
+            with loss.backward():
+                gradient = live.grad.save()
+        assert gradient.any()
+        assert_close(gradient, expected, ULPS_AFTER_MODEL)
+
+    # -- stored edits, sessions, scans --------------------------------------------------------------------------------
+
+    def test_stored_edit_is_replayed(self, value: str) -> None:
+        host, name = self.host(value, self.EDITED)
+        edit = edit_of(value)
+        with self.model.edit() as (_, changed):
+            setattr(host, name, edit(getattr(host, name)))
+        for ids in (self.ids, self.ids[:1, :4]):
+            with changed.trace(ids):
+                logits = changed.logits.save()
+            expected = self.edited(*self.place(value), edit, inputs=self.inputs(ids))
+            assert_close(logits, expected, ULPS_AFTER_MODEL)
+        with self.model.trace(self.ids):
+            logits = self.model.logits.save()
+        assert_same(logits, self.loaded.clean_logits)
+
+    def test_patch_from_one_run_of_a_session_into_another(self, value: str) -> None:
+        host, name = self.host(value, self.EDITED)
+        first, second = self.ids[:1], self.ids[1:]
+        with self.model.session():
+            with self.model.trace(first):
+                donor = getattr(host, name).clone()
+            with self.model.trace(second):
+                setattr(host, name, donor)
+                logits = self.model.logits.save()
+        donated = self.oracle([value], [self.EDITED], inputs=self.inputs(first))[self.place(value)]
+        expected = self.edited(*self.place(value), lambda _: donated, inputs=self.inputs(second))
+        assert_close(logits, expected, ULPS_AFTER_MODEL)
+        assert_differs(logits, self.bare(**self.inputs(second)).logits)
+
+    def test_scan_gives_the_shape(self, value: str) -> None:
+        host, name = self.host(value, self.EDITED)
+        with self.model.scan(self.ids):
+            shapes = [].save()
+            shapes.append(tuple(getattr(host, name).shape))
+        assert shapes == [tuple(self.everything[self.place(value)].shape)]
+
+    def test_cache_and_get(self) -> None:
+        model = self.model
+        block = model.layers[self.EDITED]
+        with model.trace(self.ids) as tracer:
+            cache = tracer.cache(modules=[block, block.self_attn])
+        output = cache[block.path].output
+        stream = self.everything["layer_output", self.EDITED]
+        assert_same(output[0] if isinstance(output, tuple) else output, stream)
+        with model.trace(self.ids):
+            got = model.get(f"layers.{self.EDITED}.layer_output").save()
+        assert_same(got, stream)
+        assert model.get(f"layers.{self.EDITED}") is block
+        assert block in model.modules()
+        assert model.device == torch.device("cpu")
+
+    # -- padded batches -----------------------------------------------------------------------------------------------
+
+    def test_left_padded_batch(self, value: str) -> None:
+        """Prompts of different lengths in one batch: what the bare model has, and each row is its prompt alone."""
+        host, name = self.host(value, self.EDITED)
+        dims, place = self.dims(value), self.place(value)
+        inputs = self.padded()
+        mask = inputs["attention_mask"]
+        expected = self.oracle([value], [self.EDITED], inputs=inputs)[place]
+        with self.model.trace(PROMPTS):
+            read = getattr(host, name).clone().save()
+        lengths = mask.sum(-1).tolist()
+        assert min(lengths) < max(lengths) == mask.shape[1]
+        for row, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True)):
+            with self.model.trace(prompt):
+                alone = getattr(host, name).clone().save()
+            got = real_tokens(read, dims, row, length, mask)
+            assert_close(got, real_tokens(expected, dims, row, length, mask))
+            alone = alone if dims[0] == "tokens" else alone[0]
+            assert_close(got, alone, ULPS_AFTER_MODEL)
+
+    def padded(self) -> dict[str, Tensor]:
+        """The two prompts as nnsight hands them to the model: tokens are counted from each row's first."""
+        encoded = self.model.tokenizer(PROMPTS, return_tensors="pt", padding=True)
+        inputs = {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+        if "position_ids" in signature(self.bare.forward).parameters:
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        return inputs
+
+    def test_invokes_of_different_lengths(self) -> None:
+        """An edit in one of two prompts is the edit of the bare batch's row, and the other prompt is as it was."""
+        block = self.model.layers[self.EDITED]
+        with self.model.trace() as tracer:
+            with tracer.invoke(PROMPTS[0]):
+                first = self.model.logits.save()
+            with tracer.invoke(PROMPTS[1]):
+                block.layer_output = block.layer_output * 0.5
+                second = self.model.logits.save()
+        with self.model.trace(PROMPTS):
+            stream = block.layer_output
+            stream[1] = stream[1] * 0.5
+            together = self.model.logits.save()
+        assert_same(first, together[:1])
+        assert_same(second, together[1:])
+
+
+def real_tokens(value: Tensor, dims: tuple[str, ...], row: int, length: int, mask: Tensor) -> Tensor:
+    """One row of a left-padded batch without its padding."""
+    if dims[0] == "tokens":
+        value = value.reshape(*mask.shape, *value.shape[1:])
+        dims = ("batch", "seq", *dims[1:])
+    real = {"batch": row, "seq": slice(-length, None), "query": slice(-length, None), "key": slice(-length, None)}
+    return value[tuple(real.get(axis, slice(None)) for axis in dims)]
