@@ -194,12 +194,7 @@ class Standardized(Standard):
         a trace on a live value, outside on a saved one. After the head, the text config's ``final_logit_softcapping``
         where set; a family whose model does something else defines ``project_on_vocab(model, hidden)`` in its module.
         """
-        return soft_capped(self, self._head(hidden))
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        if not self.dispatched:
-            self.dispatch()
-        return self.lm_head(self.norm(hidden))
+        return soft_capped(self, self.lm_head(self.norm(hidden)))
 
     def get_topk_closest_tokens(self, hidden: Tensor, k: int = 5) -> list[dict[str, float]]:
         """The ``k`` most likely next tokens at each position of ``hidden``, ``[..., hidden_size]``.

@@ -31,12 +31,20 @@ class StandardizedProperty:
 
 
 class StandardizedCapability(StandardizedProperty):
-    """A method over the whole model, such as ``project_on_vocab``, that the family's module can replace by its own."""
+    """A method over the whole model, such as ``project_on_vocab``, that the family's module can replace by its own.
+
+    It runs modules, so calling it loads the weights of a model that has none yet.
+    """
 
     def __get__(self, model: Any, owner: Any = None) -> Any:
         if model is None:
             return self
-        return partial(getattr(model.family, self.name, None) or self.rule, model)
+        return partial(self._run, model)
+
+    def _run(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.dispatched:
+            model.dispatch()
+        return (getattr(model.family, self.name, None) or self.rule)(model, *args, **kwargs)
 
 
 def text_config(model: Any) -> Any:

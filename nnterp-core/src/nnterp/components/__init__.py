@@ -2,7 +2,7 @@
 
 from nnterp.components.attention import NOT_ON_INTERFACE, Attention, eager_function, implementation_of
 from nnterp.components.eproperty import DerivedEProperty, EProperty, Flattened, Unavailable, unavailable
-from nnterp.components.layer import PARALLEL, Layer, mid_at
+from nnterp.components.layer import PARALLEL, POST_NORM, Layer, ParallelLayer, mid_at
 from nnterp.components.layouts import (
     BATCH,
     HEAD_DIM,
@@ -51,6 +51,7 @@ __all__ = [
     "KV_HEADS",
     "NOT_ON_INTERFACE",
     "PARALLEL",
+    "POST_NORM",
     "QK_HEAD_DIM",
     "QUERY",
     "SEQ",
@@ -67,6 +68,7 @@ __all__ = [
     "Layer",
     "Mlp",
     "Neurons",
+    "ParallelLayer",
     "Pattern",
     "Queries",
     "Residual",

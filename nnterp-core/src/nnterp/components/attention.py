@@ -29,16 +29,27 @@ class Attention(Standard):
     Attributes:
         CONTRIBUTION: Where what this module adds to the stream is read, a path from the module.
         SINK: Whether an attention sink takes part of each row, so that rows of the pattern sum to less than one.
+        METHOD: The module's method that does what an eager attention function does, where the module looks none up:
+            from ``(query, key, value, mask, ...)`` to ``(outputs, pattern)``, with the heads before the sequence.
     """
 
     ROLE = "attention"
     CONTRIBUTION = "output"
     SINK: bool = False
+    METHOD: str | None = None
+
+    def install(self) -> None:
+        super().install()
+        if self.METHOD:
+            interface.own_call(type(self._module), self.METHOD)
 
     # -- availability -----------------------------------------------------------------------------------------------
 
     def off_interface(self) -> str | None:
-        """Why transformers' attention interface is not called by this module, or None: it is."""
+        """Why neither transformers' attention interface nor `METHOD` is called by this module, or None: it is."""
+        implementation = implementation_of(self)
+        if self.METHOD and implementation != "eager":
+            return f"{self.METHOD} is what eager attention calls, and this model runs {implementation!r}"
         return None
 
     def needs_eager(self) -> str | None:
@@ -54,7 +65,8 @@ class Attention(Standard):
             )
         if interface.SCORES in self.TAPS:  # the module computes them in its own forward
             return None
-        eager = eager_function(type(self._module))
+        kind = type(self._module)
+        eager = interface.own_call(kind, self.METHOD) if self.METHOD else eager_function(kind)
         copy = "no eager_attention_forward beside it" if eager is None else interface.eager_copy(eager)
         return f"its eager attention cannot be read inside: {copy}" if isinstance(copy, str) else None
 

@@ -5,6 +5,9 @@ the queries, keys and values. While a run is under way that look-up returns the 
 at ``{path}.attention_inputs`` and the output at ``{path}.attention_head_outputs``, under every implementation. Scores
 and probabilities only exist inside an eager function; a copy of that function with two taps serves them
 (`nnterp.components.taps`). Outside a run the look-up is transformers' own.
+
+Some modules do what an eager function does in a method of their own (``_attn``). For as long as a run is under way such
+a method serves the same way (`own_call`).
 """
 
 import ast
@@ -16,7 +19,7 @@ from typing import Any
 from nnsight.intervention.source import STATE
 from torch import nn
 
-from nnterp.components.taps import CannotTap, calls, insert, tapped, targets
+from nnterp.components.taps import CannotTap, calls, insert, tapped, targets, visited
 
 INPUTS = "attention_inputs"
 SCORES = "attention_scores"
@@ -122,10 +125,11 @@ def eager_copy(attend: Callable) -> Callable | str:
 # -- the call, serving ------------------------------------------------------------------------------------------------
 
 
-def serving_call(attend: Callable) -> Callable:
+def serving_call(attend: Callable, heads_first: bool = False) -> Callable:
     """``attend``, serving the run its module takes part in.
 
-    A closure that calls ``attend`` by name: nnsight's ``.source`` looks through that, and not through a ``partial``.
+    ``heads_first`` where it returns ``[batch, num_heads, seq, head_dim]`` instead of the sequence before the heads. A
+    closure that calls ``attend`` by name: nnsight's ``.source`` looks through that, and not through a ``partial``.
     """
 
     def attention_interface(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,18 +137,23 @@ def serving_call(attend: Callable) -> Callable:
         interleaver, path, _ = state.active() if state is not None else (None, None, ())
         if interleaver is None:
             return attend(module, query, key, value, *args, **kwargs)
-        query, key, value = interleaver.handle(f"{path}.{INPUTS}", (query, key, value))
+        query, key, value = interleaver.handle(visited(interleaver, path, INPUTS), (query, key, value))
         copy = eager_copy(attend)
         run = attend if isinstance(copy, str) else copy
         output, *rest = run(module, query, key, value, *args, **kwargs)
-        return interleaver.handle(f"{path}.{HEAD_OUTPUTS}", output), *rest
+        outputs = visited(interleaver, path, HEAD_OUTPUTS)
+        if heads_first:  # served with the sequence first, as everywhere: a view, so in-place edits reach the tensor
+            return interleaver.handle(outputs, output.transpose(1, 2)).transpose(1, 2), *rest
+        return interleaver.handle(outputs, output), *rest
 
     return attention_interface
 
 
 _serving: dict[Callable, Callable] = {}
+_methods: dict[tuple[type, str], Callable] = {}
 _lock = threading.Lock()
 _runs = 0
+_always = False
 _plain_lookup: Callable | None = None
 
 
@@ -153,6 +162,27 @@ def serving_lookup(self: Any, *args: Any, **kwargs: Any) -> Callable:
     if attend not in _serving:
         _serving[attend] = serving_call(attend)
     return _serving[attend]
+
+
+def own_call(kind: type, name: str) -> Callable:
+    """The method ``name`` of the attention class ``kind``, which serves during a run from here on.
+
+    For a module that keeps its attention arithmetic in ``name(query, key, value, mask, ...)`` and does not look it up.
+    """
+    owner = next(klass for klass in kind.__mro__ if name in vars(klass))
+    with _lock:
+        if (owner, name) not in _methods:
+            _methods[owner, name] = vars(owner)[name]
+            if _runs:
+                serve_methods()
+    return _methods[owner, name]
+
+
+def serve_methods() -> None:
+    for (owner, name), plain in _methods.items():
+        if plain not in _serving:
+            _serving[plain] = serving_call(plain, heads_first=True)
+        setattr(owner, name, _serving[plain])
 
 
 def start_serving() -> None:
@@ -164,6 +194,7 @@ def start_serving() -> None:
         if _runs == 0:
             _plain_lookup = AttentionInterface.get_interface
             AttentionInterface.get_interface = serving_lookup
+            serve_methods()
         _runs += 1
 
 
@@ -175,9 +206,13 @@ def stop_serving() -> None:
         _runs -= 1
         if _runs == 0:
             AttentionInterface.get_interface = _plain_lookup
+            for (owner, name), plain in _methods.items():
+                setattr(owner, name, plain)
 
 
 def serve_always() -> None:
     """Serve from here on, in a process that runs a plain model for requests with standard values (a remote server)."""
-    if _runs == 0:
+    global _always
+    if not _always:
+        _always = True
         start_serving()

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nnterp.components.eproperty import EProperty
+from nnterp.components.eproperty import EProperty, unavailable
 from nnterp.components.layouts import Residual
 from nnterp.components.locations import FIRST
 from nnterp.components.standard import Standard
@@ -12,6 +12,9 @@ from nnterp.components.taps import stream_before
 
 #: Why a block whose attention and MLP read the same stream has nothing between them.
 PARALLEL = "the block is parallel: attention and MLP read the same stream, so there is none between them"
+
+#: Why a block that norms what its sublayers return has no norm before them.
+POST_NORM = "the block norms what its sublayers return, not what they are called with"
 
 
 class Layer(Standard):
@@ -95,3 +98,15 @@ class Layer(Standard):
 def mid_at(module: str) -> dict[str, Any]:
     """`Layer.TAPS` of a block whose stream between the sublayers is what ``module`` is called with."""
     return {"layer_mid": stream_before(module)}
+
+
+class ParallelLayer(Layer):
+    """A block whose attention and MLP are both called with the output of one norm: nothing lies between them.
+
+    `attention_norm_output` and `mlp_norm_output` are that one tensor, so an edit of either reaches both sublayers; to
+    change what the MLP alone is called with, edit `mlp_input`.
+    """
+
+    TAPS = {}
+    layer_mid = unavailable(PARALLEL)
+    mlp_norm_output = Layer.mlp_norm_output.at("input_layernorm.output")

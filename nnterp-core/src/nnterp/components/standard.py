@@ -1,18 +1,27 @@
 """What the envoys of a block share: their values, why some are missing, and where the values they add are served."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nnsight import Envoy
-from nnsight.intervention.source import STATE, install_source
+from nnsight.intervention.source import STATE, State, install_source, instrument, make_op
 from torch import nn
 
 from nnterp.components.eproperty import EProperty, role
 from nnterp.components.taps import CannotTap, Rule, tapped
 
-#: (function, rules, native names) -> the tapped copy, or why there is none. One entry per forward of a family.
-_copies: dict[tuple, Any] = {}
+#: The attribute of a copy of a forward that says which locations it serves.
+LOCATIONS = "__nnterp_locations__"
+
+#: A class's forward -> per locations, the copy that serves them or the reason there is none.
+_copies: "weakref.WeakKeyDictionary[Callable, dict[tuple, Callable | str]]" = weakref.WeakKeyDictionary()
+
+
+def operations(state: State) -> Callable:
+    """The forward with nnsight's operations alone, as `install_source` builds it."""
+    return instrument(state.original, make_op(lambda: state.active()[:2]))[0]
 
 
 class NoSuchName(AttributeError):
@@ -63,8 +72,7 @@ class Standard(Envoy):
             self.install()
 
     def _renew(self) -> None:
-        if self.TAPS or self.sourced:
-            self.interleaver.stale = True
+        self.interleaver.stale = True
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -97,23 +105,32 @@ class Standard(Envoy):
         if not self.TAPS:
             return
         state = self._module.__dict__[STATE]
-        copy_ = self._tapped(state.body if state.sourced else state.original)
+        present = getattr(state.body, LOCATIONS, None)
+        if present == self._locations():
+            return
+        body = state.body
+        if present is not None:  # another class wraps this module too: start from what its copy was made of
+            body = operations(state) if state.sourced else state.original
+        copy_ = self._tapped(body)
         if not isinstance(copy_, str):
             state.body = copy_
 
-    def _tapped(self, function: Any) -> Any:
-        """The copy of ``function`` that serves, or the reason there is none; a copy that already serves is returned
-        as is.
-        """
-        if "__serve__" in getattr(function, "__globals__", ()):
-            return function
-        key = (function, type(self), tuple(self.natives().items()))
-        if key not in _copies:
+    def _locations(self) -> tuple:
+        """What a copy of the forward serves: this class's locations, with the native names they are placed by."""
+        return type(self), tuple(self.natives().items())
+
+    def _tapped(self, function: Callable) -> Callable | str:
+        """The copy of ``function`` that serves, or the reason there is none. One copy for all modules of a class."""
+        shared = function is getattr(type(self._module), "forward", None)
+        copies = _copies.setdefault(function, {}) if shared else {}
+        key = self._locations()
+        if key not in copies:
             try:
-                _copies[key] = tapped(function, self.TAPS, self.natives())
+                copies[key] = tapped(function, self.TAPS, self.natives())
+                setattr(copies[key], LOCATIONS, key)
             except CannotTap as error:
-                _copies[key] = f"its forward is not written the way this value is found in it: {error}"
-        return _copies[key]
+                copies[key] = f"its forward is not written the way this value is found in it: {error}"
+        return copies[key]
 
     def tap_reason(self, location: str) -> str | None:
         """Why ``location`` is not served although `TAPS` names it, or None."""
@@ -126,7 +143,6 @@ class Standard(Envoy):
     def source(self) -> Any:
         """nnsight's operations of this module's forward; the standard locations stay where they are."""
         found = Envoy.source.fget(self)
-        self.interleaver.stale = True
         self.install()
         return found
 

@@ -14,7 +14,7 @@ controller when a run starts, which is what keeps the count of visits right at a
 
 import ast
 from collections.abc import Callable, Mapping
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from nnsight.intervention.source import (
@@ -23,12 +23,14 @@ from nnsight.intervention.source import (
     Instrument,
     SourceNotAvailable,
     decorator_chain,
-    function_like,
     rewrap,
     source_tree,
 )
 
 SERVE = "__serve__"
+
+#: What a rule's statements may call beside `serve`, by the name they call it: closed over by every copy.
+HELPERS: dict[str, Callable] = {}
 
 #: A rule receives the function's definition and the native name of each standard child, and puts its tap in.
 Rule = Callable[[ast.FunctionDef, str, Mapping[str, str]], None]
@@ -51,9 +53,26 @@ def serve(module: Any, name: str, value: Any, split: tuple[int, int] | None = No
         return value
     if apart:
         value = value.clone()
+    location = visited(interleaver, path, name)
     if split is None:
-        return interleaver.handle(f"{path}.{name}", value)
-    return interleaver.handle(f"{path}.{name}", value.unflatten(0, split)).flatten(0, 1)
+        return interleaver.handle(location, value)
+    return interleaver.handle(location, value.unflatten(0, split)).flatten(0, 1)
+
+
+def visited(interleaver: Any, path: str, name: str) -> str:
+    """The location ``name`` of the module at ``path`` as this visit serves it: ``name_1``, … from the second on.
+
+    A forward may come past a place more than once (a loop, two calls of the attention interface). Numbering them within
+    one call of the module keeps the n-th visit of a location the n-th call of its module, which is what a step of
+    ``generate`` is counted by.
+    """
+    location = f"{path}.{name}"
+    visits = interleaver.__dict__.setdefault("visits", {})
+    call = interleaver.counts.get(f"{path}.input")
+    last, number = visits.get(location, (-1, 0))
+    number = number + 1 if last == call else 0
+    visits[location] = call, number
+    return f"{location}_{number}" if number else location
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -328,14 +347,21 @@ def tapped(function: Callable, rules: Mapping[str, Rule], natives: Mapping[str, 
 
 
 def recompiled(inner: FunctionType, tree: ast.Module, definition: ast.FunctionDef, first: int) -> FunctionType:
-    """``inner`` with ``definition`` for its code, closing over the same cells and naming the same lines of its file."""
-    shell = ast.parse(f"def shell({', '.join(inner.__code__.co_freevars)}): pass").body[0]
+    """``inner`` with ``definition`` for its code, closing over the same cells and naming the same lines of its file.
+
+    What the taps call is closed over too, so the copy shares the globals of ``inner``: what somebody replaces in the
+    module that defines it is replaced in the copy, and ``torch.compile`` finds every name where it looks for it.
+    """
+    own = {name: CellType(function) for name, function in {SERVE: serve, **HELPERS}.items()}
+    cells = {**dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)), **own}
+    shell = ast.parse(f"def shell({', '.join(cells)}): pass").body[0]
     shell.body = [definition, ast.Return(ast.Name(id=definition.name, ctx=ast.Load()))]
     tree.body[0] = ast.copy_location(shell, definition)
     ast.increment_lineno(tree, first - 1)
     module = compile(ast.fix_missing_locations(tree), inner.__code__.co_filename, "exec", dont_inherit=True)
     outer = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
     code = next(c for c in outer.co_consts if isinstance(c, CodeType) and c.co_name == definition.name)
-    cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
-    closure = tuple(cells[name] for name in code.co_freevars) or None
-    return function_like(inner, code, closure, **{SERVE: serve})
+    closure = tuple(cells[name] for name in code.co_freevars)
+    copy = FunctionType(code, inner.__globals__, inner.__name__, inner.__defaults__, closure)
+    copy.__kwdefaults__, copy.__qualname__ = inner.__kwdefaults__, inner.__qualname__
+    return copy

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,17 @@ class Formula:
     @staticmethod
     def repeated(query: Tensor, grouped: Tensor) -> Tensor:
         return grouped.repeat_interleave(query.shape[1] // grouped.shape[1], dim=1)
+
+
+class Forward(Formula):
+    """The forward of an attention module written out, for one that computes its pattern itself.
+
+    ``forward(at, module, ...)`` gets the module's own arguments and returns what the module does; calling the instance
+    is the attention in it: ``heads, pattern = self(at, module, query, key, value, mask, scaling)``.
+    """
+
+    def forward(self, at: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
 @dataclass
@@ -201,17 +213,26 @@ def attention_replaced(
     """For the modules of ``inside`` the attention call is ``formula``, for every other module it is what it was."""
     implementation = model.config._attn_implementation
 
+    def recording(names: Mapping[str, str]) -> Callable:
+        return lambda part, tensor: record(names[part], tensor) if part in names else tensor
+
+    if isinstance(formula, Forward):
+        for module, names in inside.items():
+            module.forward = partial(formula.forward, recording(names), module)
+        try:
+            yield
+        finally:
+            for module in inside:
+                del module.forward
+        return
+
     def serving(attend: Callable) -> Callable:
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
         ):
             if module not in inside:
                 return attend(module, query, key, value, mask, *args, **kwargs)
-            names = inside[module]
-
-            def at(part: str, tensor: Tensor) -> Tensor:
-                return record(names[part], tensor) if part in names else tensor
-
+            at = recording(inside[module])
             if implementation == "eager":
                 output, pattern = formula(at, module, query, key, value, mask, *args, **kwargs)
                 return output.transpose(1, 2) if formula.method else output, pattern
