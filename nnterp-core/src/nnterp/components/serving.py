@@ -6,11 +6,14 @@ long as the run lasts. Doing it when a run starts, and not on the first read, is
 step of ``generate`` that step's value; doing it for the run alone leaves an untraced model as it was.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from nnsight.intervention.interleaver import Interleaver
+from nnsight.intervention.source import STATE, State
 
 from nnterp.components import interface
+from nnterp.components.standard import Standard
 
 
 class ServingInterleaver(Interleaver):
@@ -18,16 +21,24 @@ class ServingInterleaver(Interleaver):
 
     def __init__(self, fragments: Any = None) -> None:
         super().__init__(fragments=fragments)
-        self.stale = True  # a Standard envoy was built, re-pointed or instrumented since the last run
+        self.stale = True  # a Standard envoy was built or re-pointed since the last run
+        self.visits: dict[str, tuple] = {}  # of each location of our own (`nnterp.components.taps.visited`)
+        self._bodies: list[tuple[State, Callable]] = []
 
     def install(self) -> None:
-        if self.stale:
-            from nnterp.components.standard import Standard
+        """Put every location in place, unless all are where the last run left them.
 
-            for envoy in list(self.envoys.values()):
-                if isinstance(envoy, Standard):
-                    envoy.install()
-            self.stale = False
+        nnsight, asked for a module's operations, puts another forward in place of the one it finds; so does another
+        model that wraps the same modules.
+        """
+        if not self.stale and all(state.body is body for state, body in self._bodies):
+            return
+        envoys = [envoy for envoy in self.envoys.values() if isinstance(envoy, Standard)]
+        for envoy in envoys:
+            envoy.install()
+        states = [envoy._module.__dict__[STATE] for envoy in envoys if envoy.TAPS or envoy.sourced]
+        self._bodies = [(state, state.body) for state in states]
+        self.stale = False
 
     def __enter__(self) -> "ServingInterleaver":
         self.install()

@@ -10,6 +10,7 @@ from nnsight.intervention.source import STATE, State, install_source, instrument
 from torch import nn
 
 from nnterp.components.eproperty import EProperty, role
+from nnterp.components.locations import refuse_late
 from nnterp.components.taps import CannotTap, Rule, tapped
 
 #: The attribute of a copy of a forward that says which locations it serves.
@@ -141,7 +142,12 @@ class Standard(Envoy):
 
     @property
     def source(self) -> Any:
-        """nnsight's operations of this module's forward; the standard locations stay where they are."""
+        """nnsight's operations of this module's forward; the standard locations stay where they are.
+
+        Raises SourceNotAvailable where they are first asked for at a late step of a run: nnsight counts an operation
+        from then on, and would answer with another step's.
+        """
+        refuse_late(f"{self.path}.source", type(self).__name__, self)
         found = Envoy.source.fget(self)
         self.install()
         return found
