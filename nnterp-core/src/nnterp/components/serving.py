@@ -22,7 +22,6 @@ class ServingInterleaver(Interleaver):
     def __init__(self, fragments: Any = None) -> None:
         super().__init__(fragments=fragments)
         self.stale = True  # a Standard envoy was built or re-pointed since the last run
-        self.visits: dict[str, tuple] = {}  # of each location of our own (`nnterp.components.taps.visited`)
         self._bodies: list[tuple[State, Callable]] = []
 
     def install(self) -> None:

@@ -66,12 +66,14 @@ def visited(interleaver: Any, path: str, name: str) -> str:
     one call of the module keeps the n-th visit of a location the n-th call of its module, which is what a step of
     ``generate`` is counted by.
     """
-    location = f"{path}.{name}"
-    visits = interleaver.__dict__.setdefault("visits", {})
-    call = interleaver.counts.get(f"{path}.input")
-    last, number = visits.get(location, (-1, 0))
+    location, counts = f"{path}.{name}", interleaver.counts
+    visits = interleaver.__dict__.get("visits")
+    if visits is None or visits[0] is not counts:  # a run on other counts leaves nothing behind
+        visits = interleaver.visits = counts, {}
+    call = counts.get(f"{path}.input")
+    last, number = visits[1].get(location, (-1, 0))
     number = number + 1 if last == call else 0
-    visits[location] = call, number
+    visits[1][location] = call, number
     return f"{location}_{number}" if number else location
 
 
