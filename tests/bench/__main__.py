@@ -1,0 +1,44 @@
+"""What nnterp costs, next to what the same work costs without it: ``make bench``.
+
+One table, every number measured in this run. A row with a bound fails the command when its ratio is above it; a row
+without one is there for orientation. Two cores are enough, and other work on the machine only makes it slower: see
+`measure`.
+"""
+
+import os
+import sys
+import time
+import warnings
+
+from measure import Row, table
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported: its profiler announces itself otherwise
+
+
+def rows() -> list[Row]:
+    import build_cost
+    import import_cost
+    import memory_cost
+    import read_cost
+    import support_cost
+
+    found: list[Row] = []
+    for part in (import_cost, build_cost, read_cost, memory_cost, support_cost):
+        started = time.monotonic()
+        print(f"{part.WHAT} …", end="", file=sys.stderr, flush=True)
+        found += part.rows()
+        print(f" {time.monotonic() - started:.0f} s", file=sys.stderr)
+    return found
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore")
+    found = rows()
+    print(table(found))
+    missed = [row for row in found if row.ok is False]
+    for row in missed:
+        print(f"missed: {row.what} {row.against}: {row.ratio:.3f}, the bound is {row.bound:.2f}")
+    return 1 if missed else 0
+
+
+sys.exit(main())
