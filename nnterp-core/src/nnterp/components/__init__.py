@@ -27,6 +27,7 @@ from nnterp.components.layouts import (
 )
 from nnterp.components.locations import FIRST
 from nnterp.components.mlp import Mlp
+from nnterp.components.moe import ExpertIndices, ExpertLoad, ExpertOutputs, ExpertWeights, Moe, Router, RouterLogits
 from nnterp.components.standard import Blocks, Standard, axis_size, blocks_support, standard_children
 from nnterp.components.taps import (
     apart,
@@ -39,6 +40,7 @@ from nnterp.components.taps import (
     stream_before,
     unflattened,
 )
+from nnterp.components.tokens import TokenEProperty
 
 __all__ = [
     "BATCH",
@@ -67,6 +69,14 @@ __all__ = [
     "Keys",
     "Layer",
     "Mlp",
+    "Moe",
+    "Router",
+    "RouterLogits",
+    "ExpertIndices",
+    "ExpertLoad",
+    "ExpertOutputs",
+    "ExpertWeights",
+    "TokenEProperty",
     "Neurons",
     "ParallelLayer",
     "Pattern",

@@ -40,6 +40,7 @@ class Attention(Standard):
 
     def install(self) -> None:
         super().install()
+        interface.serve_lookups()
         if self.METHOD:
             interface.own_call(type(self._module), self.METHOD)
 

@@ -11,14 +11,15 @@ a method serves the same way (`own_call`).
 """
 
 import ast
-import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from nnsight.intervention.source import STATE
 from torch import nn
 
+from nnterp.components import runs
 from nnterp.components.taps import CannotTap, calls, insert, tapped, targets, visited
 
 INPUTS = "attention_inputs"
@@ -149,19 +150,24 @@ def serving_call(attend: Callable, heads_first: bool = False) -> Callable:
     return attention_interface
 
 
-_serving: dict[Callable, Callable] = {}
-_methods: dict[tuple[type, str], Callable] = {}
-_lock = threading.Lock()
-_runs = 0
-_always = False
-_plain_lookup: Callable | None = None
+def serving_lookup(plain: Callable) -> Callable:
+    """transformers' look-up of an attention function, answering with the same function, serving."""
+    serving: dict[Callable, Callable] = {}
+
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable:
+        attend = plain(self, *args, **kwargs)
+        if attend not in serving:
+            serving[attend] = serving_call(attend)
+        return serving[attend]
+
+    return get_interface
 
 
-def serving_lookup(self: Any, *args: Any, **kwargs: Any) -> Callable:
-    attend = _plain_lookup(self, *args, **kwargs)
-    if attend not in _serving:
-        _serving[attend] = serving_call(attend)
-    return _serving[attend]
+def serve_lookups() -> None:
+    """Make every attention look-up serve during runs."""
+    from transformers import AttentionInterface
+
+    runs.during_runs(AttentionInterface, "get_interface", serving_lookup)
 
 
 def own_call(kind: type, name: str) -> Callable:
@@ -170,49 +176,4 @@ def own_call(kind: type, name: str) -> Callable:
     For a module that keeps its attention arithmetic in ``name(query, key, value, mask, ...)`` and does not look it up.
     """
     owner = next(klass for klass in kind.__mro__ if name in vars(klass))
-    with _lock:
-        if (owner, name) not in _methods:
-            _methods[owner, name] = vars(owner)[name]
-            if _runs:
-                serve_methods()
-    return _methods[owner, name]
-
-
-def serve_methods() -> None:
-    for (owner, name), plain in _methods.items():
-        if plain not in _serving:
-            _serving[plain] = serving_call(plain, heads_first=True)
-        setattr(owner, name, _serving[plain])
-
-
-def start_serving() -> None:
-    """Make every attention look-up serve, until `stop_serving` has been called as often."""
-    global _runs, _plain_lookup
-    from transformers import AttentionInterface
-
-    with _lock:
-        if _runs == 0:
-            _plain_lookup = AttentionInterface.get_interface
-            AttentionInterface.get_interface = serving_lookup
-            serve_methods()
-        _runs += 1
-
-
-def stop_serving() -> None:
-    global _runs
-    from transformers import AttentionInterface
-
-    with _lock:
-        _runs -= 1
-        if _runs == 0:
-            AttentionInterface.get_interface = _plain_lookup
-            for (owner, name), plain in _methods.items():
-                setattr(owner, name, plain)
-
-
-def serve_always() -> None:
-    """Serve from here on, in a process that runs a plain model for requests with standard values (a remote server)."""
-    global _always
-    if not _always:
-        _always = True
-        start_serving()
+    return runs.during_runs(owner, name, partial(serving_call, heads_first=True))

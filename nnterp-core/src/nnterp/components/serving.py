@@ -1,9 +1,11 @@
-"""The interleaver of a standardized model: what is served beyond modules' inputs and outputs is put in place per run.
+"""The interleaver of a standardized model: what is served beyond modules' inputs and outputs is put in place per
+run.
 
 nnsight's interleaver drives one run of the model. This one first sees to it that every `Standard` envoy's own locations
-are there (its taps, and nnsight's instrumentation where a class asks for it), then makes attention calls serve for as
-long as the run lasts. Doing it when a run starts, and not on the first read, is what makes a value first read at a late
-step of ``generate`` that step's value; doing it for the run alone leaves an untraced model as it was.
+are there (its taps, and nnsight's instrumentation where a class asks for it), then has copies that serve stand in for
+transformers' functions for as long as the run lasts (`nnterp.components.runs`). Doing it when a run starts, and not on
+the first read, is what makes a value first read at a late step of ``generate`` that step's value; doing it for the run
+alone leaves an untraced model as it was.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 from nnsight.intervention.interleaver import Interleaver
 from nnsight.intervention.source import STATE, State
 
-from nnterp.components import interface
+from nnterp.components import runs
 from nnterp.components.standard import Standard
 
 
@@ -41,13 +43,13 @@ class ServingInterleaver(Interleaver):
 
     def __enter__(self) -> "ServingInterleaver":
         self.install()
-        interface.start_serving()
+        runs.start()
         try:
             return super().__enter__()
         except BaseException:
-            interface.stop_serving()  # the run never started, so nothing will leave it
+            runs.stop()  # the run never started, so nothing will leave it
             raise
 
     def __exit__(self, *exc: Any) -> bool:
-        interface.stop_serving()
+        runs.stop()
         return super().__exit__(*exc)

@@ -9,6 +9,7 @@ from nnsight import Envoy
 from nnsight.intervention.source import STATE, State, install_source, instrument, make_op
 from torch import nn
 
+from nnterp.components import runs
 from nnterp.components.eproperty import EProperty, role
 from nnterp.components.locations import refuse_late
 from nnterp.components.taps import CannotTap, Rule, tapped
@@ -67,9 +68,7 @@ class Standard(Envoy):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         if not hasattr(self.interleaver, "stale"):  # rebuilt on a server that runs a plain model
-            from nnterp.components import interface
-
-            interface.serve_always()
+            runs.always()
             self.install()
 
     def _renew(self) -> None:
