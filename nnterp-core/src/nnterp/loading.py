@@ -26,9 +26,9 @@ def resolve_family(repo_id: Any, family: Any, kwargs: dict) -> Any:
             )
         return family
     config = read_config(repo_id, kwargs)
-    model_type = getattr(config, "text_config", config).model_type
-    if model_type not in families.REGISTRY and not is_decoder_type(model_type):
-        refuse_encoders(config)
+    model_type = (getattr(config, "text_config", None) or config).model_type
+    if model_type not in families.REGISTRY:
+        refuse_encoders(config, model_type)
     return families.lookup(model_type)
 
 
@@ -53,15 +53,15 @@ def read_config(repo_id: Any, kwargs: dict) -> Any:
 ENCODERS = ("xlm", "xlnet")
 
 
-def is_decoder_type(model_type: str) -> bool:
-    """Whether a package serves the type, installed or not. Its config's flags say nothing then: GPT-NeoX's denies it."""
-    return module_name(model_type) in families.known() or package_for(model_type) is not None
+def refuse_encoders(config: Any, model_type: str) -> None:
+    """Raise UnsupportedFamily for a checkpoint that is no decoder-only model.
 
-
-def refuse_encoders(config: Any) -> None:
-    """Raise UnsupportedFamily for a checkpoint of a type that is no decoder-only model."""
+    A type that some package serves, installed here or not, is one: GPT-NeoX's config has a flag that denies it.
+    """
     from transformers.models.auto import modeling_auto
 
+    if module_name(model_type) in families.known() or package_for(model_type) is not None:
+        return
     # A decoder that transformers cuts out of an encoder-decoder is flagged as the decoder it is; its type is not.
     halves = (
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
