@@ -28,6 +28,9 @@ class TestGPT2(FamilySuite):
                 f"self_attn.attention_{part}": UPCAST
                 for part in ("queries", "keys", "values", "scores", "probabilities", "head_outputs")
             },
+            "UNDER_SDPA": {
+                f"self_attn.attention_{part}": "attn_implementation" for part in ("scores", "probabilities")
+            },
         },
         "scale_attn_by_inverse_layer_idx": {"config": {"scale_attn_by_inverse_layer_idx": True}},
         "n_inner": {"config": {"n_inner": 56}},

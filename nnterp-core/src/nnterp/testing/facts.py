@@ -71,6 +71,8 @@ class Facts:
         REFUSES_IN_PLACE: Values that are views of one projection, which torch refuses to edit in place under autograd.
         ATTENTION_SINK: Rows of the pattern sum to less than one.
         ATTENTION_INPUT, MLP_INPUT: The value that attention and MLP are called with.
+        SDPA: Whether transformers runs the family under ``attn_implementation="sdpa"``.
+        UNDER_SDPA: What is unavailable then, where it is not EXPECTED_UNAVAILABLE and the scores and the pattern.
         MLP_WIDTH_KEY: The config key of the MLP's width, where `intermediate_size` is not in its parameters' shapes.
         FORMULA: The attention written out (`oracles.Formula`), None where the module does not call transformers'
             interface.
@@ -87,6 +89,8 @@ class Facts:
     ATTENTION_SINK: bool = False
     ATTENTION_INPUT: str = "attention_norm_output"
     MLP_INPUT: str = "mlp_norm_output"
+    SDPA: bool = True
+    UNDER_SDPA: dict[str, str] | None = None
     MLP_WIDTH_KEY: str | None = None
     FORMULA: Formula | None = Formula()
 
@@ -210,18 +214,19 @@ class Facts:
                 return ".".join((blocks, index, tail, *rest[cut:]))
         return ".".join((blocks, index, *rest))
 
-    def module(self, path: str) -> nn.Module:
-        """The bare module of a standard path."""
-        return self.bare.get_submodule(self.native(path)) if path else self.bare
+    def module(self, path: str, bare: Any = None) -> nn.Module:
+        """The module of a standard path in `bare`, or in another copy."""
+        bare = self.bare if bare is None else bare
+        return bare.get_submodule(self.native(path)) if path else bare
 
-    def site(self, value: str, layer: int | None = None) -> tuple[nn.Module, Site | Inside]:
-        """The bare module and the site of a value."""
+    def site(self, value: str, layer: int | None, bare: Any) -> tuple[nn.Module, Site | Inside]:
+        """The module and the site of a value in ``bare``."""
         site = self.SITES.get(value) or SITES[value]
         if isinstance(site, Inside):
-            return self.module(f"layers.{layer}.self_attn"), site
+            return self.module(f"layers.{layer}.self_attn", bare), site
         if site.module.startswith("/"):
-            return self.module(site.module[1:]), site
-        return self.module(".".join(filter(None, (f"layers.{layer}", site.module)))), site
+            return self.module(site.module[1:], bare), site
+        return self.module(".".join(filter(None, (f"layers.{layer}", site.module))), bare), site
 
     def host(self, value: str, layer: int | None = None, model: Any = None) -> tuple[Any, str]:
         """The envoy that serves a value, of `model` unless another is given, and the value's own name."""
@@ -232,9 +237,13 @@ class Facts:
         block = model.layers[layer]
         return (getattr(block, host) if host else block), name
 
+    @staticmethod
+    def all_values() -> list[str]:
+        return [*BLOCK_VALUES, *ROOT_VALUES]
+
     def served(self, *names: str) -> list[str]:
         """Which of ``names``, all values by default, this layout serves."""
-        return [name for name in names or (*BLOCK_VALUES, *ROOT_VALUES) if self.has(self.layout_name, name)]
+        return [name for name in names or self.all_values() if self.has(self.layout_name, name)]
 
     def places(self, values: Iterable[str], model: Any = None) -> list[tuple[str, int | None]]:
         """``(value, block)`` for every block (None for a value of the root), in the order in which the model runs."""
@@ -260,9 +269,10 @@ class Facts:
         ]
         call = options.pop("call", None)
         inputs = options.pop("inputs", None) or self.inputs()
-        sites = {key: self.site(*key) for key in [*wanted, *(edits or {})]}
-        call = call or (lambda: self.bare(**inputs))
-        return oracles.run(self.bare, call, sites, edits, formula=self.FORMULA, **options)
+        bare = options.pop("bare", None) or self.bare
+        sites = {key: self.site(*key, bare) for key in [*wanted, *(edits or {})]}
+        call = call or (lambda: bare(**inputs))
+        return oracles.run(bare, call, sites, edits, formula=self.FORMULA, **options)
 
     def edited(self, value: str, layer: int | None, edit: oracles.Edit, **options: Any) -> Tensor:
         """The logits of the bare model with one value edited."""
@@ -274,7 +284,8 @@ class Facts:
         if value == "layer_mid":
             mids = self.oracle([value], [layer], **{**options, "at_call": None}).calls[value, layer]
             mid = mids[options.get("at_call") or 0]
-            output = self.rest_of_block(lambda path: self.module(f"layers.{layer}.{path}"), edit(mid))
+            bare = options.get("bare")
+            output = self.rest_of_block(lambda path: self.module(f"layers.{layer}.{path}", bare), edit(mid))
             return self.oracle([], edits={("layer_output", layer): lambda _: output}, **options)
         return self.oracle([], edits={(value, layer): edit}, **options)
 
@@ -300,6 +311,14 @@ class Checkpoint:
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.directory, **{**self.options, **options}).eval()
+
+    def without_path(self) -> Any:
+        """The bare model built in memory, from which no tokenizer can be found."""
+        from transformers import AutoModelForCausalLM
+
+        built = AutoModelForCausalLM.from_config(self.config, **self.options).eval()
+        built.load_state_dict(self.bare.state_dict())
+        return built
 
     @cached_property
     def model(self) -> Any:
