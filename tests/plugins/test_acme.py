@@ -10,18 +10,20 @@ import nnsight
 import pytest
 import torch
 
-import nnterp.plugins
 from nnterp import StandardizedTransformer, families
+from nnterp.testing import FamilySuite, Site
 
 
-@pytest.fixture(autouse=True)
-def installed(acme_site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(acme_site)
-    nnterp.plugins.catalogue.cache_clear()
+@pytest.fixture(scope="module", autouse=True)
+def installed(acme_site: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(acme_site)
+        importlib.import_module("acme_nnterp.acme")
+        yield
 
 
 @pytest.fixture
-def modeling() -> Iterator[ModuleType]:
+def modeling() -> ModuleType:
     return importlib.import_module("acme_nnterp._modeling")
 
 
@@ -77,3 +79,29 @@ def test_the_auto_classes_know_it_once_it_is_looked_up(module, tmp_path):
     families.lookup("acme")
     module.save_pretrained(tmp_path)
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(module)
+
+
+class TestConformance(FamilySuite):
+    """The kit that nnterp's own families are tested with, as the author of a plugin subclasses it."""
+
+    FAMILY = "acme"
+    CONFIG = {
+        "model_type": "acme",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+    }
+    NATIVE = {
+        "embed_tokens": "model.embed_tokens",
+        "layers": "model.layers",
+        "norm": "model.norm",
+        "layers.0.input_layernorm": "model.layers.0.pre_norm",
+        "layers.0.self_attn": "model.layers.0.mixer",
+        "layers.0.mlp": "model.layers.0.ffn",
+        "layers.0.post_attention_layernorm": None,
+    }
+    EXPECTED_UNAVAILABLE = {"layer_mid": "parallel"}
+    SITES = {"mlp_norm_output": Site("pre_norm")}

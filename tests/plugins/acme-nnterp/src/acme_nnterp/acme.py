@@ -2,7 +2,6 @@
 
 from acme_nnterp import _modeling as modeling
 from nnterp import components
-from nnterp.components import PARALLEL, unavailable
 
 RENAME = {
     "model.embed_tokens": "embed_tokens",
@@ -14,11 +13,8 @@ RENAME = {
 }
 
 
-class Layer(components.Layer):
+class Layer(components.ParallelLayer):
     """Acme's block."""
-
-    layer_mid = unavailable(PARALLEL)
-    mlp_norm_output = components.Layer.attention_norm_output
 
 
 class Attention(components.Attention):
