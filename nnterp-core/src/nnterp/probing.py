@@ -1,0 +1,70 @@
+"""A short run that shows what a model's forward does, and leaves the model as it was.
+
+`nnterp.order` measures where values fall, `nnterp.inspection` what the modules of an unknown family are called with.
+Both run a few tokens, on shapes alone (nnsight's ``scan``) wherever the forward can: no weights are loaded for it.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from nnsight.intervention.source import STATE
+from torch import Tensor
+
+#: Rows and tokens of a probe: two numbers that no size of a model is likely to be taken for.
+ROWS, TOKENS = 2, 5
+
+
+def token_ids(model: Any) -> Tensor:
+    """What a probe runs on: ``[ROWS, TOKENS]`` ids, 1 and up."""
+    return torch.arange(1, ROWS * TOKENS + 1).reshape(ROWS, TOKENS) % model.vocab_size
+
+
+@contextmanager
+def untouched(model: Any) -> Iterator[dict[str, int]]:
+    """A run without the model's edits, its forwards put back as they are now.
+
+    Yields nnsight's count of each location, which starts from nothing: its keys are the locations in the order of the
+    forward, a number above one says that a module runs several times.
+    """
+    interleaver, edits = model.interleaver, model._edits
+    interleaver.install()
+    states = [envoy._module.__dict__[STATE] for envoy in model.modules()]
+    forwards = [(state.body, state.sourced, state.compiled) for state in states]
+    counts, interleaver.counts = interleaver.counts, {}
+    model._edits = []
+    try:
+        with torch.no_grad():
+            yield interleaver.counts
+    finally:
+        interleaver.counts, model._edits = counts, edits
+        for state, forward in zip(states, forwards, strict=True):
+            state.body, state.sourced, state.compiled = forward
+
+
+@contextmanager
+def shapes_only(model: Any) -> Iterator[None]:
+    """Around a ``scan``: what a forward keeps on its modules in it is dropped, and a copied fake tensor does no harm.
+
+    A forward that caches a tensor would keep one without data, and one that marks its weights as rescaled would mark
+    them without having done it. `copy.deepcopy` of a fake tensor copies a storage that is not there, which torch 2.13
+    answers with corrupted memory; it also logs an error for each operation that a scan cannot follow, which raises.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    kept = [(module, dict(module.__dict__), dict(module._buffers)) for module in model._module.modules()]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    deepcopy, FakeTensor.__deepcopy__ = FakeTensor.__deepcopy__, lambda fake, memo: fake.clone()
+    try:
+        yield
+    finally:
+        FakeTensor.__deepcopy__ = deepcopy
+        logger.disabled = was_disabled
+        for module, attributes, buffers in kept:
+            for now, before in ((module.__dict__, attributes), (module._buffers, buffers)):
+                for name in now.keys() - before.keys():
+                    del now[name]
+                now.update(before)
