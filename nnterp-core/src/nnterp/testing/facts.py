@@ -73,6 +73,7 @@ class Facts:
         ATTENTION_INPUT, MLP_INPUT: The value that attention and MLP are called with.
         SDPA: Whether transformers runs the family under ``attn_implementation="sdpa"``.
         UNDER_SDPA: What is unavailable then, where it is not EXPECTED_UNAVAILABLE and the scores and the pattern.
+        OWN_SIZES: Sizes of axes, by value, that are not those of the model (keys repeated before they are served).
         MLP_WIDTH_KEY: The config key of the MLP's width, where `intermediate_size` is not in its parameters' shapes.
         FORMULA: The attention written out (`oracles.Formula`), None where the module does not call transformers'
             interface.
@@ -91,6 +92,7 @@ class Facts:
     MLP_INPUT: str = "mlp_norm_output"
     SDPA: bool = True
     UNDER_SDPA: dict[str, str] | None = None
+    OWN_SIZES: dict[str, dict[str, int]] = {}
     MLP_WIDTH_KEY: str | None = None
     FORMULA: Formula | None = Formula()
 
@@ -119,7 +121,7 @@ class Facts:
         if "value" not in metafunc.fixturenames:
             metafunc.parametrize("layout", list(cls.LAYOUTS), indirect=True)
             return
-        which = getattr(metafunc.function, "values", lambda cls, layout: (*BLOCK_VALUES, *ROOT_VALUES))
+        which = getattr(metafunc.function, "values", lambda cls, layout: cls.all_values())
         pairs = [(layout, value) for layout in cls.LAYOUTS for value in which(cls, layout) if cls.has(layout, value)]
         metafunc.parametrize(("layout", "value"), pairs, indirect=["layout"])
 
@@ -239,6 +241,7 @@ class Facts:
 
     @staticmethod
     def all_values() -> list[str]:
+        """Every value that is read and edited, by the name `support` gives it; a family adds what it alone has."""
         return [*BLOCK_VALUES, *ROOT_VALUES]
 
     def served(self, *names: str) -> list[str]:
@@ -274,6 +277,19 @@ class Facts:
         call = call or (lambda: bare(**inputs))
         return oracles.run(bare, call, sites, edits, formula=self.FORMULA, **options)
 
+    def recorded(self, value: str, steps: int = 0) -> oracles.Run:
+        """A run of the bare model on `ids` with ``value`` recorded on every block: one forward pass, or generation.
+
+        Shared by every value that is recorded the same way (by hooks, or by writing attention out).
+        """
+        inside = isinstance(self.SITES.get(value) or SITES[value], Inside)
+        key = (inside, steps)
+        if key not in self.loaded.recorded:
+            alike = [v for v in self.served() if isinstance(self.SITES.get(v) or SITES[v], Inside) == inside]
+            generate = (lambda: self.bare.generate(**self.inputs(), **oracles.greedy(steps))) if steps else None
+            self.loaded.recorded[key] = self.oracle(alike, self.blocks, call=generate)
+        return self.loaded.recorded[key]
+
     def edited(self, value: str, layer: int | None, edit: oracles.Edit, **options: Any) -> Tensor:
         """The logits of the bare model with one value edited."""
         return self.edited_run(value, layer, edit, **options).output.logits
@@ -300,6 +316,7 @@ class Checkpoint:
         self.directory = checkpoint.save(self.config, directory)
         generator = torch.Generator().manual_seed(1)
         self.everything: dict | None = None
+        self.recorded: dict[tuple[bool, int], oracles.Run] = {}
         self.ids = torch.randint(2, self.config.get_text_config().vocab_size, (2, 6), generator=generator)
 
     def load(self, dispatch: bool = True, **options: Any) -> Any:

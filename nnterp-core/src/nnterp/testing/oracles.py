@@ -126,6 +126,11 @@ class Run:
         return value
 
 
+def greedy(steps: int) -> dict[str, Any]:
+    """Arguments of a generation that makes exactly ``steps`` forward passes."""
+    return {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False}
+
+
 class Recorder:
     def __init__(self, edits: Mapping[Any, Edit], at_call: int | None, graph: bool) -> None:
         self.calls: dict[Any, list[Tensor]] = {}

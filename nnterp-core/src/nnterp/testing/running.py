@@ -9,10 +9,10 @@ from torch import Tensor
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
 from nnterp.testing.edits import edit_of, noise
 from nnterp.testing.facts import ROOT_VALUES, Facts
+from nnterp.testing.oracles import greedy
 
 STEPS = 4
-#: Generation that makes exactly `STEPS` forward passes.
-GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+GREEDY = greedy(STEPS)
 #: Two prompts of different lengths.
 PROMPTS = ["The quick brown fox jumps over", "Paris is"]
 
@@ -21,14 +21,11 @@ class Running(Facts):
     def place(self, value: str) -> tuple[str, int | None]:
         return value, None if value in ROOT_VALUES else self.EDITED
 
-    def generated(self) -> Any:
-        return self.bare.generate(**self.inputs(), **GREEDY)
-
     # -- generation ---------------------------------------------------------------------------------------------------
 
     def test_every_step_of_generation(self, value: str) -> None:
         host, name = self.host(value, self.EDITED)
-        expected = self.oracle([value], [self.EDITED], call=self.generated)
+        expected = self.recorded(value, STEPS)
         with self.model.generate(self.ids, **GREEDY) as tracer:
             read = [].save()
             for _ in tracer.iter[0:STEPS]:
@@ -44,14 +41,15 @@ class Running(Facts):
         """Of a model that was never traced, after another read at an earlier step."""
         model = self.loaded.load()
         host, name = self.host(value, self.EDITED, model)
-        expected = self.oracle([value, "layer_output"], [self.EDITED], call=self.generated)
+        streams = self.recorded("layer_output", STEPS).calls["layer_output", self.EDITED]
+        expected = self.recorded(value, STEPS).calls[self.place(value)]
         with model.generate(self.ids, **GREEDY) as tracer:
             for _ in tracer.iter[1]:
                 early = model.layers[self.EDITED].layer_output.clone().save()
             for _ in tracer.iter[2]:
                 late = getattr(host, name).clone().save()
-        assert_close(early, expected.calls["layer_output", self.EDITED][1], ULPS_AFTER_MODEL)
-        assert_close(late, expected.calls[self.place(value)][2], ULPS_AFTER_MODEL)
+        assert_close(early, streams[1], ULPS_AFTER_MODEL)
+        assert_close(late, expected[2], ULPS_AFTER_MODEL)
 
     def test_edit_at_one_step_of_generation(self, value: str) -> None:
         host, name = self.host(value, self.EDITED)
@@ -119,12 +117,15 @@ class Running(Facts):
         assert_close(logits, expected, ULPS_AFTER_MODEL)
         assert_differs(logits, self.bare(**self.inputs(second)).logits)
 
-    def test_scan_gives_the_shape(self, value: str) -> None:
-        host, name = self.host(value, self.EDITED)
+    def test_scan_gives_the_shapes(self) -> None:
+        places = self.places(self.served())
+        hosts = [self.host(*place) for place in places]
         with self.model.scan(self.ids):
             shapes = [].save()
-            shapes.append(tuple(getattr(host, name).shape))
-        assert shapes == [tuple(self.everything[self.place(value)].shape)]
+            for host, name in hosts:
+                shapes.append(tuple(getattr(host, name).shape))
+        for place, shape in zip(places, shapes, strict=True):
+            assert shape == tuple(self.everything[place].shape), place
 
     def test_cache_and_get(self) -> None:
         model = self.model

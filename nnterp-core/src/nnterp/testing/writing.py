@@ -28,7 +28,7 @@ class Writing(Facts):
 
     def test_read_is_what_the_bare_model_has(self, value: str) -> None:
         """On every block, with the layout it documents, and reading it changes nothing."""
-        expected = self.oracle([value], self.blocks)
+        expected = self.recorded(value)
         for layer in self.layers_of(value):
             host, name = self.host(value, layer)
             with self.model.trace(self.ids):
@@ -78,7 +78,7 @@ class Writing(Facts):
         """One invoke reads and the other edits; then both edit; then the second edits in place."""
         host, name = self.host(value, self.EDITED)
         dims, edit, layer = self.dims(value), edit_of(value), self.edited_at(value)
-        clean = self.oracle([value], [self.EDITED])[value, layer]
+        clean = self.recorded(value)[value, layer]
         second = self.edited(value, layer, only_row(1, 2, dims, edit))
         first = self.edited(value, layer, only_row(0, 2, dims, edit))
 
