@@ -3,8 +3,6 @@
 from transformers.models.mixtral import modeling_mixtral as modeling
 
 from nnterp import components
-from nnterp.components.moe import Moe as _Moe
-from nnterp.components.moe import Router
 
 RENAME = {"model.embed_tokens": "embed_tokens", "model.layers": "layers", "model.norm": "norm", "gate": "router"}
 
@@ -17,7 +15,7 @@ class Attention(components.Attention):
     """Mixtral's attention."""
 
 
-class Moe(_Moe):
+class Moe(components.Moe):
     """Mixtral's mixture."""
 
 
@@ -25,5 +23,5 @@ ENVOYS = {
     modeling.MixtralDecoderLayer: Layer,
     modeling.MixtralAttention: Attention,
     modeling.MixtralSparseMoeBlock: Moe,
-    modeling.MixtralTopKRouter: Router,
+    modeling.MixtralTopKRouter: components.Router,
 }

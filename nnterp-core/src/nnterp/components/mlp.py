@@ -9,6 +9,10 @@ from nnterp.components.module_sizes import in_width, module_int
 from nnterp.components.standard import Standard
 
 
+#: Why a mixture's shared expert has no values of its own.
+SHARED_EXPERT = "a mixture calls its shared expert with tokens, not rows: read shared_expert_output on the mixture"
+
+
 class Mlp(Standard):
     """A feed-forward module. Its standard children are ``act_fn`` and ``down_proj``; a family aliases its own names.
 
@@ -19,12 +23,16 @@ class Mlp(Standard):
     ROLE = "mlp"
     CONTRIBUTION = "output"
 
+    def inside_mixture(self) -> str | None:
+        """Why this module's values are not laid out in rows, or None: it is no mixture's shared expert."""
+        return SHARED_EXPERT if isinstance(self.parent, Mlp) else None
+
     @property
     def intermediate_size(self) -> int:
         """Width of this MLP's hidden layer, read off the module; NotImplementedError where it does not say."""
         return module_int(self, "intermediate_size", "ffn_dim") or in_width(self, "down_proj", "intermediate_size")
 
-    @EProperty("act_fn.output", description="The activation's output")
+    @EProperty("act_fn.output", "The activation's output", unavailable=lambda mlp: mlp.inside_mixture())
     def mlp_activation(self, value: Tensor) -> Neurons:
         """The activation's output, ``[batch, seq, intermediate_size]``: ``act(gate(x))`` on a gated MLP, else
         ``act(up(x))``.
@@ -33,7 +41,9 @@ class Mlp(Standard):
         """
         return value
 
-    @EProperty("down_proj.input", description="The neurons, as the down projection sums them")
+    @EProperty(
+        "down_proj.input", "The neurons, as the down projection sums them", unavailable=lambda mlp: mlp.inside_mixture()
+    )
     def mlp_neurons(self, value: Tensor) -> Neurons:
         """The neurons' values that the down projection sums, ``[batch, seq, intermediate_size]``.
 
@@ -42,7 +52,12 @@ class Mlp(Standard):
         """
         return value
 
-    @EProperty(lambda mlp: mlp.CONTRIBUTION, description="What the MLP adds to the residual stream", select=FIRST)
+    @EProperty(
+        lambda mlp: mlp.CONTRIBUTION,
+        "What the MLP adds to the residual stream",
+        unavailable=lambda mlp: mlp.inside_mixture(),
+        select=FIRST,
+    )
     def mlp_output(self, value: Tensor) -> Residual:
         """What the MLP adds to the residual stream, ``[batch, seq, hidden_size]``.
 

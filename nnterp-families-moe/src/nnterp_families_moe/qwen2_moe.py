@@ -1,0 +1,43 @@
+"""Qwen2-MoE: mixtures with a gated shared expert, dense blocks where ``mlp_only_layers`` and ``decoder_sparse_step``
+say.
+"""
+
+from transformers.models.qwen2_moe import modeling_qwen2_moe as modeling
+
+from nnterp import components
+
+RENAME = {
+    "model.embed_tokens": "embed_tokens",
+    "model.layers": "layers",
+    "model.norm": "norm",
+    "gate": "router",
+    "shared_expert": "shared_experts",
+}
+
+
+class Layer(components.Layer):
+    """Qwen2-MoE's block."""
+
+
+class Attention(components.Attention):
+    """Qwen2-MoE's attention."""
+
+
+class Mlp(components.Mlp):
+    """A dense block's gated feed-forward."""
+
+
+class Moe(components.Moe):
+    """Qwen2-MoE's mixture: a sigmoid gate of its own scales what the shared expert adds."""
+
+    TAPS = {**components.Moe.TAPS, "shared_expert_output": components.assigned("shared_expert_output", -1)}
+    shared_expert_output = components.Moe.shared_expert_output.at("shared_expert_output")
+
+
+ENVOYS = {
+    modeling.Qwen2MoeDecoderLayer: Layer,
+    modeling.Qwen2MoeAttention: Attention,
+    modeling.Qwen2MoeMLP: Mlp,
+    modeling.Qwen2MoeSparseMoeBlock: Moe,
+    modeling.Qwen2MoeTopKRouter: components.Router,
+}
