@@ -1,6 +1,4 @@
-"""DeepSeek-V3: latent attention, sigmoid scores with a correction bias and expert groups, a shared expert, dense
-first blocks.
-"""
+"""DeepSeek-V3: latent attention, sigmoid scores with a correction bias, a shared expert, dense first blocks."""
 
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 

@@ -1,6 +1,4 @@
-"""Qwen2-MoE: mixtures with a gated shared expert, dense blocks where ``mlp_only_layers`` and ``decoder_sparse_step``
-say.
-"""
+"""Qwen2-MoE: mixtures with a gated shared expert, among dense blocks where the config says."""
 
 from transformers.models.qwen2_moe import modeling_qwen2_moe as modeling
 

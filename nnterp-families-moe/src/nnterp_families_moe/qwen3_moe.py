@@ -1,6 +1,4 @@
-"""Qwen3-MoE: mixtures without a shared expert, dense blocks where ``mlp_only_layers`` says; queries and keys normed
-per head.
-"""
+"""Qwen3-MoE: mixtures among dense blocks where the config says; queries and keys normed per head."""
 
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 

@@ -8,7 +8,6 @@ from nnterp.components.locations import FIRST
 from nnterp.components.module_sizes import in_width, module_int
 from nnterp.components.standard import Standard
 
-
 #: Why a mixture's shared expert has no values of its own.
 SHARED_EXPERT = "a mixture calls its shared expert with tokens, not rows: read shared_expert_output on the mixture"
 
