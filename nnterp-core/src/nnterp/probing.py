@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from nnsight.intervention.source import STATE
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Rows and tokens of a probe: two numbers that no size of a model is likely to be taken for.
 ROWS, TOKENS = 2, 5
@@ -46,25 +46,37 @@ def untouched(model: Any) -> Iterator[dict[str, int]]:
 
 @contextmanager
 def shapes_only(model: Any) -> Iterator[None]:
-    """Around a ``scan``: what a forward keeps on its modules in it is dropped, and a copied fake tensor does no harm.
+    """Around a ``scan``: no module keeps a tensor without data from it, and a copied fake tensor does no harm.
 
-    A forward that caches a tensor would keep one without data, and one that marks its weights as rescaled would mark
-    them without having done it. `copy.deepcopy` of a fake tensor copies a storage that is not there, which torch 2.13
-    answers with corrupted memory; it also logs an error for each operation that a scan cannot follow, which raises.
+    `copy.deepcopy` of a fake tensor copies a storage that is not there, which torch 2.13 answers with corrupted memory.
+    Of an operation that shapes do not suffice for, torch logs an error beside raising one.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
     kept = [(module, dict(module.__dict__), dict(module._buffers)) for module in model._module.modules()]
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
-    deepcopy, FakeTensor.__deepcopy__ = FakeTensor.__deepcopy__, lambda fake, memo: fake.clone()
+    FakeTensor.__deepcopy__ = lambda fake, memo: fake.clone()
     try:
         yield
     finally:
-        FakeTensor.__deepcopy__ = deepcopy
+        del FakeTensor.__deepcopy__
         logger.disabled = was_disabled
         for module, attributes, buffers in kept:
-            for now, before in ((module.__dict__, attributes), (module._buffers, buffers)):
-                for name in now.keys() - before.keys():
-                    del now[name]
-                now.update(before)
+            restore(module, attributes, buffers)
+
+
+def restore(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
+    """Put back what a module held before a scan, where it has come to hold something else than a number or a flag.
+
+    These alone tell of what was done to the weights in place, which a scan does do to real ones: RWKV's first forward
+    divides them and notes that it has.
+    """
+    pairs = ((module.__dict__, attributes), (module._buffers, buffers))
+    new = [value for now, before in pairs for name, value in now.items() if value is not before.get(name, module)]
+    if all(isinstance(value, (int, float, str)) for value in new):
+        return
+    for now, before in pairs:
+        for name in now.keys() - before.keys():
+            del now[name]
+        now.update(before)
