@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from greenlet import getcurrent
 from nnsight import Envoy
 from nnsight.intervention.source import STATE, State, install_source, instrument, make_op
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from nnterp.components import runs
 from nnterp.components.eproperty import EProperty, role
 from nnterp.components.locations import refuse_late
+from nnterp.components.sharded import add_rules
 from nnterp.components.taps import CannotTap, Rule, tapped
 
 #: The attribute of a copy of a forward that says which locations it serves.
@@ -48,6 +50,8 @@ class Standard(Envoy):
             first call of a run on.
         TAPS: Locations that this class adds inside its module's forward, each with the rule that places it
             (`nnterp.components.taps`). Served under the location's name.
+        PROJECTION: The child that sums over this module's heads or neurons. On a tensor-parallel load it says whether
+            each rank holds its own of them (`nnterp.components.sharded`).
         refused: Values that this module turned out not to have although its class does, with the reason: what a run of
             it has shown (`nnterp.inspection`).
     """
@@ -55,6 +59,7 @@ class Standard(Envoy):
     sourced: bool = False
     refused: Mapping[str, str] = {}
     TAPS: Mapping[str, Rule] = {}
+    PROJECTION: str | None = None
     ROLE = "module"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -100,6 +105,7 @@ class Standard(Envoy):
 
     def install(self) -> None:
         """Put this envoy's locations in its module's forward. Called when a run starts; does nothing where they are."""
+        add_rules(self)
         if self.sourced:
             install_source(self)
         if not self.TAPS:
@@ -152,6 +158,20 @@ class Standard(Envoy):
         return found
 
     # -- errors -----------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As on any envoy, but a name that means nothing is refused while the model runs: the edit would be lost."""
+        in_a_run = getattr(getcurrent(), "mediator", None) is not None
+        if in_a_run and not name.startswith("_") and not isinstance(value, (nn.Module, Envoy)):
+            held = self.__dict__.get(name)
+            if isinstance(held, Envoy):
+                raise AttributeError(
+                    f"{held.path} is a module, which no value can take the place of: assign its output or input, or a "
+                    f"value of it ({', '.join(getattr(type(held), 'values', dict)()) or 'it has none'})"
+                )
+            if name not in self.__dict__ and not hasattr(type(self), name):
+                raise NoSuchName(self, name)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
