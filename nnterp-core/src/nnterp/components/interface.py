@@ -13,14 +13,14 @@ a method serves the same way (`own_call`).
 import ast
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from nnsight.intervention.source import STATE
 from torch import nn
 
 from nnterp.components import runs
-from nnterp.components.taps import CannotTap, calls, insert, tapped, targets, visited
+from nnterp.components.taps import CannotTap, calls, insert, last_visits, tapped, targets, visited
 
 INPUTS = "attention_inputs"
 SCORES = "attention_scores"
@@ -135,19 +135,46 @@ def serving_call(attend: Callable, heads_first: bool = False) -> Callable:
 
     def attention_interface(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         state = module.__dict__.get(STATE)
-        interleaver, path, _ = state.active() if state is not None else (None, None, ())
-        if interleaver is None:
+        interleaver, path, locations = state.active() if state is not None else (None, None, ())
+        if interleaver is None or unread(interleaver, path, entry := locations[0]):
             return attend(module, query, key, value, *args, **kwargs)
-        query, key, value = interleaver.handle(visited(interleaver, path, INPUTS), (query, key, value))
+        query, key, value = interleaver.handle(visited(interleaver, path, entry, INPUTS), (query, key, value))
         copy = eager_copy(attend)
         run = attend if isinstance(copy, str) else copy
         output, *rest = run(module, query, key, value, *args, **kwargs)
-        outputs = visited(interleaver, path, HEAD_OUTPUTS)
+        outputs = visited(interleaver, path, entry, HEAD_OUTPUTS)
         if heads_first:  # served with the sequence first, as everywhere: a view, so in-place edits reach the tensor
             return interleaver.handle(outputs, output.transpose(1, 2)).transpose(1, 2), *rest
         return interleaver.handle(outputs, output), *rest
 
     return attention_interface
+
+
+@cache
+def interior(path: str) -> tuple[str, ...]:
+    """The locations inside the attention at ``path``."""
+    return tuple(f"{path}.{name}" for name in HEAD_AXIS)
+
+
+def unread(interleaver: Any, path: str, entry: str) -> bool:
+    """Whether nobody has a use for the inside of this call, which then is one visit of each of its locations.
+
+    A worker runs only where what it waits for is handed out. While none waits for something of this module, none can
+    begin to during the call.
+    """
+    if interleaver.observers:
+        return False
+    for location in interleaver.parked:
+        if location.startswith(path):
+            return False
+    locations, visits, call = interior(path), last_visits(interleaver), interleaver.counts.get(entry)
+    if visits.get(locations[0], -1) == call:
+        return False  # a second call of the interface in one of the module
+    visits.update(dict.fromkeys(locations, call))
+    counts = interleaver.counts
+    for location in locations:  # each from its own: scores have had no visits while another implementation ran
+        counts[location] = counts.get(location, 0) + 1
+    return True
 
 
 def serving_lookup(plain: Callable) -> Callable:

@@ -48,33 +48,41 @@ def serve(module: Any, name: str, value: Any, split: tuple[int, int] | None = No
     state = module.__dict__.get(STATE)
     if state is None:
         return value
-    interleaver, path, _ = state.active()
+    interleaver, path, locations = state.active()
     if interleaver is None:
         return value
     if apart:
         value = value.clone()
-    location = visited(interleaver, path, name)
+    location = visited(interleaver, path, locations[0], name)
     if split is None:
         return interleaver.handle(location, value)
     return interleaver.handle(location, value.unflatten(0, split)).flatten(0, 1)
 
 
-def visited(interleaver: Any, path: str, name: str) -> str:
+def visited(interleaver: Any, path: str, entry: str, name: str) -> str:
     """The location ``name`` of the module at ``path`` as this visit serves it: ``name_1``, … from the second on.
 
     A forward may come past a place more than once (a loop, two calls of the attention interface). Numbering them within
-    one call of the module keeps the n-th visit of a location the n-th call of its module, which is what a step of
-    ``generate`` is counted by.
+    one call of the module, which ``entry`` counts, keeps the n-th visit of a location the n-th call of its module,
+    which is what a step of ``generate`` is counted by.
     """
-    location, counts = f"{path}.{name}", interleaver.counts
-    visits = interleaver.__dict__.get("visits")
-    if visits is None or visits[0] is not counts:  # a run on other counts leaves nothing behind
-        visits = interleaver.visits = counts, {}
-    call = counts.get(f"{path}.input")
-    last, number = visits[1].get(location, (-1, 0))
-    number = number + 1 if last == call else 0
-    visits[1][location] = call, number
-    return f"{location}_{number}" if number else location
+    location = first = f"{path}.{name}"
+    call, visits, number = interleaver.counts.get(entry), last_visits(interleaver), 0
+    while visits.get(location, -1) == call:
+        number += 1
+        location = f"{first}_{number}"
+    visits[location] = call
+    return location
+
+
+def last_visits(interleaver: Any) -> dict[str, int]:
+    """In which call of its module each location was visited last."""
+    counts = interleaver.counts
+    of, visits = interleaver.__dict__.get("visits", (None, None))
+    if of is not counts:  # a run on other counts leaves nothing behind
+        visits = {}
+        interleaver.visits = counts, visits
+    return visits
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
