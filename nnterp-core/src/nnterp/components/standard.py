@@ -13,7 +13,6 @@ from torch import nn
 from nnterp.components import runs
 from nnterp.components.eproperty import EProperty, role
 from nnterp.components.locations import refuse_late
-from nnterp.components.sharded import add_rules
 from nnterp.components.taps import CannotTap, Rule, tapped
 
 #: The attribute of a copy of a forward that says which locations it serves.
@@ -50,8 +49,6 @@ class Standard(Envoy):
             first call of a run on.
         TAPS: Locations that this class adds inside its module's forward, each with the rule that places it
             (`nnterp.components.taps`). Served under the location's name.
-        PROJECTION: The child that sums over this module's heads or neurons. On a tensor-parallel load it says whether
-            each rank holds its own of them (`nnterp.components.sharded`).
         refused: Values that this module turned out not to have although its class does, with the reason: what a run of
             it has shown (`nnterp.inspection`).
     """
@@ -59,7 +56,6 @@ class Standard(Envoy):
     sourced: bool = False
     refused: Mapping[str, str] = {}
     TAPS: Mapping[str, Rule] = {}
-    PROJECTION: str | None = None
     ROLE = "module"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +101,6 @@ class Standard(Envoy):
 
     def install(self) -> None:
         """Put this envoy's locations in its module's forward. Called when a run starts; does nothing where they are."""
-        add_rules(self)
         if self.sourced:
             install_source(self)
         if not self.TAPS:
