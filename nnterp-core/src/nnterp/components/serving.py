@@ -44,11 +44,14 @@ class ServingInterleaver(Interleaver):
     def __enter__(self) -> "ServingInterleaver":
         self.install()
         runs.start()
+        entered = False
         try:
-            return super().__enter__()
-        except BaseException:
-            runs.stop()  # the run never started, so nothing will leave it
-            raise
+            super().__enter__()
+            entered = True
+        finally:
+            if not entered:
+                runs.stop()  # the run never started, so nothing will leave it
+        return self
 
     def __exit__(self, *exc: Any) -> bool:
         runs.stop()
