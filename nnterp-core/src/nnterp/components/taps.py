@@ -201,14 +201,17 @@ def unflattened(rule: Rule, shape: str) -> Rule:
     return apply
 
 
-def apart(rule: Rule) -> Rule:
-    """What ``rule`` serves, as a tensor of its own: an argument that is also another value, edited apart from it."""
+def apart(rule: Rule, when: str = "True") -> Rule:
+    """What ``rule`` serves, as a tensor of its own: an argument that is also another value, edited apart from it.
+
+    With ``when``, an expression of the forward's variables, only where that holds.
+    """
 
     def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
         rule(definition, name, natives)
         for node in ast.walk(definition):
             if isinstance(node, ServeCall) and node.args[1].value == name:
-                node.keywords.append(ast.keyword("apart", ast.copy_location(ast.Constant(True), node)))
+                node.keywords.append(ast.keyword("apart", parsed(when, node)))
 
     return apply
 
