@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,15 +56,10 @@ class Terminal:
         self.line()
         self.line(f"{self.bold(text)} {self.dim('─' * max(3, self.width - len(text) - 1))}")
 
-    def paragraph(self, text: str) -> None:
-        row = ""
-        for word in text.split():
-            if row and len(row) + 1 + len(word) > self.width:
-                self.line(row)
-                row = word
-            else:
-                row = f"{row} {word}".strip()
-        self.line(row)
+    def paragraph(self, text: str, indent: int = 0, hanging: int = 0) -> None:
+        """Text broken to the width, ``indent`` spaces before it and ``hanging`` more from the second line on."""
+        first, rest = " " * indent, " " * (indent + hanging)
+        self.line(textwrap.fill(" ".join(text.split()), self.width, initial_indent=first, subsequent_indent=rest))
 
     def table(self, rows: Sequence[Sequence[str]], head: Sequence[str], right: Sequence[int] = ()) -> None:
         """Columns as wide as their widest cell; those in ``right`` are aligned on the right, the last is cut to fit."""
@@ -158,9 +154,7 @@ class Terminal:
         for prompt, written in finding.continuations:
             self.line(f"  {prompt}")
             for factor, text in written.items():
-                self.line(
-                    f"    {self.dim(f'{factor:+.0f}')} …{one_line(text)}"[: self.width + (8 if self.colour else 0)]
-                )
+                self.paragraph(f"{factor:+.0f}  … {text}", indent=4, hanging=6)
         self.line()
         rows = [
             (f"{factor:+.1f}", f"{share:.2f}", bar(share, 24))
@@ -212,10 +206,6 @@ def bar(share: float, width: int) -> str:
 def shade(share: float) -> str:
     """One cell, darker for more."""
     return SHADES[min(len(SHADES) - 1, int(share * (len(SHADES) - 1) + 0.6))]
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def merged(share: Tensor) -> list[tuple[str, list[str]]]:
