@@ -38,7 +38,7 @@ def encode(model, text):
 
 @torch.no_grad()
 def bare_streams(model, text):
-    """The stream leaving every block at ``text``'s last token, by transformers' hidden states and the last by a hook."""
+    """The stream leaving every block at ``text``'s last token: transformers' hidden states, the last one by a hook."""
     last = []
     with hooked(model.layers[-1]._module, lambda module, args, output: last.append(stream_of(output)[0, -1])):
         hidden = model._module(**encode(model, text), output_hidden_states=True).hidden_states
