@@ -79,6 +79,12 @@ def small_checkpoint(request, tmp_path_factory):
     return save_small(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.fixture(scope="session")
+def gpt2_checkpoint(tmp_path_factory):
+    """The directory of the small GPT-2 alone."""
+    return save_small("gpt2", tmp_path_factory.mktemp("gpt2-alone"))
+
+
 def load(directory, **kwargs):
     return StandardizedTransformer(str(directory), dispatch=True, device="cpu", attn_implementation="eager", **kwargs)
 
