@@ -149,9 +149,9 @@ def has_preprocessors(model: Any) -> bool:
     ) or bool(model.repo_id)
 
 
-def wrap_without_tokenizer(model: Any, module: nn.Module) -> nn.Module:
+def wrap_without_tokenizer(model: Any, module: nn.Module, device: Any) -> nn.Module:
     """A ready module with no tokenizer: the pipeline is built without one, and token ids and tensors trace."""
-    model.pipeline = pipeline_class(model.task)(model=module, tokenizer=None, task=model.task)
+    model.pipeline = pipeline_class(model.task)(model=module, tokenizer=None, task=model.task, device=device)
     return model._finalize_pipeline()
 
 

@@ -178,9 +178,11 @@ class StandardizedTransformer(Standardized, TransformersModel):
         return loading.loaded_preprocessors(self.task)
 
     def _wrap(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if "device_map" not in kwargs:
+            kwargs.setdefault("device", module.device)  # without one, a pipeline moves it to the first accelerator
         if loading.has_preprocessors(self):
             return super()._wrap(module, *args, **kwargs)
-        return loading.wrap_without_tokenizer(self, module)
+        return loading.wrap_without_tokenizer(self, module, kwargs.get("device"))
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         loading.refuse_text_without_tokenizer(self, invokes)
