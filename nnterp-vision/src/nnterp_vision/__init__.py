@@ -1,4 +1,4 @@
-"""Vision overlays: every module of this package adds the image side of one multimodal wrapper, and is named by its `model_type`."""
+"""Vision overlays: every module adds the image side of one multimodal wrapper, and is named by its `model_type`."""
 
 from nnterp.plugins import hookimpl, public_modules
 
