@@ -26,5 +26,4 @@ class TestCohere(FamilySuite):
     LAYOUTS = {
         "gqa": {},
         "qk_norm": {"config": {"use_qk_norm": True}},
-        "mha": {"config": {"num_key_value_heads": 4, "attention_bias": True}},
     }

@@ -38,11 +38,11 @@ class TestGemma2(FamilySuite):
         "mlp.mlp_output": Site("post_feedforward_layernorm"),
     }
     FORMULA = SoftCapped()
+    SDPA = False  # it computes no soft cap: other numbers, and later releases of transformers refuse
     LAYOUTS = {
         "full": {},
         "sliding": {"EDITED": 2},
         "no_soft_caps": {"config": {"attn_logit_softcapping": None, "final_logit_softcapping": None}},
-        "mha": {"config": {"num_key_value_heads": 4, "head_dim": 8}},
     }
 
     def rest_of_block(self, block, mid):

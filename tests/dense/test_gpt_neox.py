@@ -29,5 +29,4 @@ class TestGPTNeoX(FamilySuite):
         "rotary_half": {
             "config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
         },
-        "no_attention_bias": {"config": {"attention_bias": False}},
     }

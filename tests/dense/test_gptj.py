@@ -39,6 +39,7 @@ class TestGPTJ(FamilySuite):
     EXPECTED_UNAVAILABLE = {"layer_mid": "parallel"}
     SITES = {"mlp_norm_output": Site("input_layernorm")}
     FORMULA = Float32Scores(gptj.Attention.METHOD)
+    SDPA = gptj.Attention.METHOD is None
     LAYOUTS = {"default": {}, "n_inner_unset": {"config": {"n_inner": None, "rotary_dim": 8}}}
 
     def unmasked_scores(self, module, queries, keys):

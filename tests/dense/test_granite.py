@@ -29,18 +29,7 @@ class TestGranite(FamilySuite):
     }
     NATIVE = {"embed_tokens": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm"}
     SITES = {"self_attn.attention_output": scaled("self_attn"), "mlp.mlp_output": scaled("mlp")}
-    LAYOUTS = {
-        "scaled": {},
-        "ones": {
-            "config": {
-                "embedding_multiplier": 1.0,
-                "attention_multiplier": 1.0,
-                "residual_multiplier": 1.0,
-                "logits_scaling": 1.0,
-            }
-        },
-        "biases": {"config": {"attention_bias": True, "mlp_bias": True}},
-    }
+    LAYOUTS = {"scaled": {}}
 
     def rest_of_block(self, block, mid):
         term = block("mlp")(block("post_attention_layernorm")(mid))
