@@ -127,12 +127,5 @@ class TestOPT350M(TestOPT):
         return self.module(f"layers.{layer}.input_layernorm"), self.module(f"layers.{layer}.post_attention_layernorm")
 
 
-class TestOPTProjected(TestOPT):
-    """A final norm and a projection between it and the head."""
-
-    CONFIG = {**TestOPT.CONFIG, "word_embed_proj_dim": 16}
-    OWN_SIZES = {"token_embeddings": {"hidden_size": 16}}
-
-
 def mlp(block, entering):
     return block("fc2")(block("activation_fn")(block("fc1")(entering)))

@@ -41,8 +41,8 @@ class Layer(components.Layer):
     }
     attention_norm_output = components.Layer.attention_norm_output.at("input_layernorm.output", unavailable=post_norm)
     mlp_norm_output = components.Layer.mlp_norm_output.at("mlp_norm", unavailable=post_norm)
-    mlp_neurons = components.Mlp.mlp_neurons.at("neurons")
-    mlp_output = components.Mlp.mlp_output.at("mlp_term")
+    mlp_neurons = components.Mlp.mlp_neurons.at("neurons", unavailable=None)
+    mlp_output = components.Mlp.mlp_output.at("mlp_term", unavailable=None)
 
     @components.Flattened("layer_mid", description="The residual stream between attention and MLP, flattened")
     def layer_mid(self, value: Tensor) -> FlatResidual:
