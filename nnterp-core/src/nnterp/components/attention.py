@@ -91,9 +91,14 @@ class Attention(Standard):
     @property
     def num_heads(self) -> int:
         """Query heads: the module's own count, else the output projection's input width over `head_dim`."""
-        return module_int(self, "num_heads", "num_attention_heads", "n_heads", "n_head") or (
-            in_width(self, "o_proj", "num_heads") // self.head_dim
-        )
+        count = module_int(self, "num_heads", "num_attention_heads", "n_heads", "n_head")
+        width = module_int(self, "v_head_dim", "head_dim", "head_size")
+        if count is None and width is None:  # each would be worked out from the other
+            raise NotImplementedError(
+                f"num_heads of {self.path} ({type(self._module).__name__}): the module says neither how many heads it "
+                f"has nor how wide one is; the family has to define it"
+            )
+        return count or in_width(self, "o_proj", "num_heads") // width
 
     @property
     def num_kv_heads(self) -> int:
