@@ -121,8 +121,8 @@ class Facts:
         if "value" not in metafunc.fixturenames:
             metafunc.parametrize("layout", list(cls.LAYOUTS), indirect=True)
             return
-        which = getattr(metafunc.function, "values", lambda cls, layout: cls.all_values())
-        pairs = [(layout, value) for layout in cls.LAYOUTS for value in which(cls, layout) if cls.has(layout, value)]
+        values = getattr(metafunc.function, "values", cls.all_values())
+        pairs = [(layout, value) for layout in cls.LAYOUTS for value in values if cls.has(layout, value)]
         metafunc.parametrize(("layout", "value"), pairs, indirect=["layout"])
 
     @pytest.fixture(autouse=True)

@@ -132,16 +132,16 @@ def greedy(steps: int) -> dict[str, Any]:
 
 
 class Recorder:
-    def __init__(self, edits: Mapping[Any, Edit], at_call: int | None, graph: bool) -> None:
+    def __init__(self, edits: Mapping[Any, Edit], at_call: int | None, graph: bool, in_place: bool) -> None:
         self.calls: dict[Any, list[Tensor]] = {}
-        self.edits, self.at_call, self.graph = edits, at_call, graph
+        self.edits, self.at_call, self.graph, self.in_place = edits, at_call, graph, in_place
 
     def __call__(self, name: Any, value: Tensor) -> Tensor:
         """Record ``value`` and return it, edited where there is an edit of it (at this call)."""
         seen = self.calls.setdefault(name, [])
         edit = self.edits.get(name)
         if edit is not None and self.at_call in (None, len(seen)):
-            value = edit(value.clone())
+            value = edit(value if self.in_place else value.clone())
         if self.graph:
             value.retain_grad()
         seen.append(value if self.graph else value.detach().clone())
@@ -156,14 +156,15 @@ def run(
     at_call: int | None = None,
     formula: Formula | None = None,
     graph: bool = False,
+    in_place: bool = False,
 ) -> Run:
     """Run ``call`` with every one of ``sites`` recorded, and edited by ``edits`` (at the ``at_call``-th call only,
     if given).
 
     ``sites`` maps a name to the bare module and the site. With ``graph`` the recorded tensors are the ones the model
-    used, and keep their gradients.
+    used, and keep their gradients. With ``in_place`` an edit gets the model's own tensor.
     """
-    record = Recorder(edits or {}, at_call, graph)
+    record = Recorder(edits or {}, at_call, graph, in_place)
     with ExitStack() as stack:
         inside: dict[nn.Module, dict[str, Any]] = {}
         for name, (module, site) in sites.items():

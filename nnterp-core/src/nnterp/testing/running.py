@@ -1,13 +1,17 @@
 """Every value in the other ways of running a model: generation, gradients, stored edits, sessions, padded batches."""
 
+import warnings
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from nnterp import StandardizedTransformer
+from nnterp.testing import checkpoint
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
-from nnterp.testing.edits import edit_of, noise
+from nnterp.testing.edits import edit_of, moved, noise
 from nnterp.testing.facts import ROOT_VALUES, Facts
 from nnterp.testing.oracles import greedy
 
@@ -20,6 +24,10 @@ PROMPTS = ["The quick brown fox jumps over", "Paris is"]
 class Running(Facts):
     def place(self, value: str) -> tuple[str, int | None]:
         return value, None if value in ROOT_VALUES else self.EDITED
+
+    def stepwise(self) -> Any:
+        """A generation of the bare model with the logits of each step."""
+        return self.bare.generate(**self.inputs(), **GREEDY, return_dict_in_generate=True, output_logits=True)
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
@@ -54,11 +62,7 @@ class Running(Facts):
     def test_edit_at_one_step_of_generation(self, value: str) -> None:
         host, name = self.host(value, self.EDITED)
         edit, place = edit_of(value), self.place(value)
-
-        def call() -> Any:
-            return self.bare.generate(**self.inputs(), **GREEDY, return_dict_in_generate=True, output_logits=True)
-
-        expected = self.edited_run(*place, edit, at_call=1, call=call).output
+        expected = self.edited_run(*place, edit, at_call=1, call=self.stepwise).output
         with self.model.generate(self.ids, **GREEDY) as tracer:
             logits = [].save()
             for step in tracer.iter[0:STEPS]:
@@ -69,6 +73,30 @@ class Running(Facts):
         assert_same(tokens, expected.sequences)
         for got, bare in zip(logits, expected.logits, strict=True):
             assert_close(got, bare, ULPS_AFTER_MODEL)
+
+    def test_in_place_edit_of_what_is_cached_stays(self, value: str) -> None:
+        """In the key/value cache, for the steps to come, where an assignment acts on its own call alone."""
+        if self.FORMULA is None or value in self.SITES:
+            return
+        host, name = self.host(value, self.EDITED)
+
+        def halve(live: Tensor) -> Tensor:
+            return live.mul_(0.5)
+
+        with torch.no_grad():
+            expected = self.edited_run(*self.place(value), halve, at_call=1, call=self.stepwise, in_place=True).output
+        with self.model.generate(self.ids, **GREEDY) as tracer:
+            logits = [].save()
+            for step in tracer.iter[0:STEPS]:
+                if step == 1:
+                    halve(getattr(host, name))
+                logits.append(self.model.logits[:, -1].clone())
+            tokens = tracer.result.save()
+        assert_same(tokens, expected.sequences)
+        for got, bare in zip(logits, expected.logits, strict=True):
+            assert_close(got, bare, ULPS_AFTER_MODEL)
+
+    test_in_place_edit_of_what_is_cached_stays.values = ("self_attn.attention_keys", "self_attn.attention_values")
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -142,6 +170,26 @@ class Running(Facts):
         assert block in model.modules()
         assert model.device == torch.device("cpu")
 
+    def test_beside_a_model_of_another_family(self) -> None:
+        """Both stay what they are, traced in turns."""
+        other = companion(self.bare.config.model_type)
+
+        def others() -> tuple[Tensor, Tensor]:
+            with other.trace(self.ids):
+                stream = other.layers[0].layer_output.clone().save()
+                logits = other.logits.save()
+            return stream, logits
+
+        first = others()
+        for place, read in self.read_all(self.model).items():
+            assert_same(read, self.everything[place])
+        with self.model.trace(self.ids):
+            self.model.layers[0].layer_output = moved(self.model.layers[0].layer_output)
+            logits = self.model.logits.save()
+        assert_differs(logits, self.loaded.clean_logits)
+        for before, after in zip(first, others(), strict=True):
+            assert_same(after, before)
+
     # -- padded batches -----------------------------------------------------------------------------------------------
 
     def test_left_padded_batch(self, value: str) -> None:
@@ -186,6 +234,19 @@ class Running(Facts):
             together = self.model.logits.save()
         assert_same(first, together[:1])
         assert_same(second, together[1:])
+
+
+def companion(model_type: str) -> Any:
+    """A small model of another family, a GPT-2 or a Llama, which the best-effort family serves where no plugin does."""
+    if model_type == "gpt2":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        config = checkpoint.config(model_type="llama", **sizes)
+    else:
+        config = checkpoint.config(model_type="gpt2", n_embd=32, n_layer=2, n_head=4)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return StandardizedTransformer(checkpoint.randomized(module))
 
 
 def real_tokens(value: Tensor, dims: tuple[str, ...], row: int, length: int, mask: Tensor) -> Tensor:

@@ -8,6 +8,12 @@ from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_diff
 from nnterp.testing.edits import edit_of, moved, only_at, only_row, rows, spot
 from nnterp.testing.facts import ROOT_VALUES, Facts
 
+#: The values with an axis of heads.
+HEADED = tuple(
+    f"self_attn.attention_{part}"
+    for part in ("queries", "keys", "values", "scores", "probabilities", "head_outputs", "premix")
+)
+
 
 class Writing(Facts):
     """Tests that take one value each."""
@@ -63,6 +69,19 @@ class Writing(Facts):
         else:
             logits = edit_in_place()
         assert_same(logits, self.assigned(value, edit))
+
+    def test_one_head_zeroed_in_place(self, value: str) -> None:
+        dims = self.dims(value)
+        index = tuple(0 if axis in ("num_heads", "num_kv_heads") else slice(None) for axis in dims)
+        host, name = self.host(value, self.EDITED)
+        with torch.no_grad(), self.model.trace(self.ids):
+            getattr(host, name)[index] = 0
+            logits = self.model.logits.save()
+        assert_differs(logits, self.loaded.clean_logits)
+        zeroed = only_at(index, torch.zeros_like)
+        assert_close(logits, self.edited(value, self.EDITED, zeroed), ULPS_AFTER_MODEL)
+
+    test_one_head_zeroed_in_place.values = HEADED
 
     def test_edit_of_one_token_changes_nothing_before_it(self, value: str) -> None:
         index = spot(self.dims(value))
