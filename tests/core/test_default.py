@@ -48,6 +48,7 @@ DIFFERENT = (
     "gpt_oss",  # experts, an attention sink
     "deepseek_v2",  # latent attention, whose heads are not the config's
     "granite",  # a forward that compares tensors
+    "inkling2_text",  # a module of the block is called mlp_input
     "mamba",  # no attention
     "falcon_h1",  # two mixers a block
     "modernbert-decoder",  # a head in two parts
@@ -297,10 +298,12 @@ def test_a_model_it_cannot_be_right_about_is_refused(model_type):
         load(tiny(model_type))
 
 
-def test_grouped_experts_in_float32_are_refused_with_what_to_load_them_with():
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_experts_that_shapes_do_not_suffice_for_are_refused_with_what_to_load_them_with(implementation):
     with pytest.raises(UnsupportedFamily, match='load it with experts_implementation="batched_mm"'):
-        load(tiny("mixtral", experts_implementation="grouped_mm"))
+        load(tiny("mixtral", experts_implementation=implementation))
     load(tiny("mixtral", experts_implementation="batched_mm"))
+    load(tiny("mixtral", experts_implementation="grouped_mm", dtype=torch.bfloat16))
 
 
 class Renamed(transformers.LlamaForCausalLM):

@@ -111,6 +111,14 @@ def test_a_module_with_its_tokenizer_reads_text(bare, tokenizer):
     assert torch.equal(logits_of(model, PROMPT), expected)
 
 
+def test_a_module_stays_on_its_device(bare):
+    with torch.device("meta"):
+        module = type(bare)(type(bare.config)(**bare.config.to_diff_dict())).eval()
+    model = StandardizedTransformer(module)
+    assert model.device.type == "meta" and model.support()["layer_output"] is None
+    assert model.layers[0].self_attn.head_dim == 8 and list(model.order(1))[-1] == "layer_output"
+
+
 def test_a_module_from_a_directory_finds_the_tokenizer_there(bare, tokenizer):
     expected = bare_logits(bare, tokenizer, PROMPT)
     model = StandardizedTransformer(bare)

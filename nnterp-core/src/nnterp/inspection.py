@@ -126,8 +126,8 @@ def see_tuple(block: Layer) -> None:
 def cause(model: Any, error: Exception) -> str:
     """The error of a scan in a line, and what to load the model with where that is known to help."""
     said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-    if getattr(text_config(model), "_experts_implementation", None) == "grouped_mm":
-        said += '; load it with experts_implementation="batched_mm", which does'
+    if getattr(text_config(model), "_experts_implementation", None) not in (None, "batched_mm"):
+        said += '; load it with experts_implementation="batched_mm", for which shapes suffice'
     return said
 
 
