@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from pkgutil import resolve_name
 from typing import Any
 
-from nnsight.modeling.tp import TPFragments
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from torch import nn
 
 from nnterp import families
+from nnterp.components.sharded import WholeValues
 from nnterp.families import UnsupportedFamily
 from nnterp.shipped import module_name, package_for
 
@@ -94,7 +94,7 @@ def base_envoys(repo_id: Any, kwargs: dict) -> dict:
 
 def interleaver(kind: type) -> Any:
     """The run's driver, with nnsight's own handling of values that tensor parallelism splits."""
-    return kind(fragments=TPFragments())
+    return kind(fragments=WholeValues())
 
 
 def restore_parameter_plan() -> None:

@@ -35,6 +35,7 @@ class Attention(Standard):
 
     ROLE = "attention"
     CONTRIBUTION = "output"
+    PROJECTION = "o_proj"
     SINK: bool = False
     METHOD: str | None = None
 

@@ -21,6 +21,7 @@ class Mlp(Standard):
 
     ROLE = "mlp"
     CONTRIBUTION = "output"
+    PROJECTION = "down_proj"
 
     def inside_mixture(self) -> str | None:
         """Why this module's values are not laid out in rows, or None: it is no mixture's shared expert."""

@@ -13,6 +13,7 @@ from torch import nn
 from nnterp.components import runs
 from nnterp.components.eproperty import EProperty, role
 from nnterp.components.locations import refuse_late
+from nnterp.components.sharded import add_rules
 from nnterp.components.taps import CannotTap, Rule, tapped
 
 #: The attribute of a copy of a forward that says which locations it serves.
@@ -49,6 +50,8 @@ class Standard(Envoy):
             first call of a run on.
         TAPS: Locations that this class adds inside its module's forward, each with the rule that places it
             (`nnterp.components.taps`). Served under the location's name.
+        PROJECTION: The child that sums over this module's heads or neurons. On a tensor-parallel load it says whether
+            each rank holds its own of them (`nnterp.components.sharded`).
         refused: Values that this module turned out not to have although its class does, with the reason: what a run of
             it has shown (`nnterp.inspection`).
     """
@@ -56,6 +59,7 @@ class Standard(Envoy):
     sourced: bool = False
     refused: Mapping[str, str] = {}
     TAPS: Mapping[str, Rule] = {}
+    PROJECTION: str | None = None
     ROLE = "module"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -101,6 +105,7 @@ class Standard(Envoy):
 
     def install(self) -> None:
         """Put this envoy's locations in its module's forward. Called when a run starts; does nothing where they are."""
+        add_rules(self)
         if self.sourced:
             install_source(self)
         if not self.TAPS:
