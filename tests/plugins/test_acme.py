@@ -1,6 +1,8 @@
 """The sample distribution: what its two lines of metadata and its one file give a user."""
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +41,17 @@ def test_it_is_found():
     assert (listed.name, listed.version, listed.package, listed.state) == ("acme", "1.3.0", "acme_nnterp", "loaded")
     assert listed.families[None] == {"acme": "acme_nnterp.acme"}
     assert families.lookup("acme") is families.acme is sys.modules["acme_nnterp.acme"]
+
+
+def test_its_checkpoint_loads_in_a_process_that_has_not_seen_the_modeling_code(module, acme_site, tmp_path):
+    module.save_pretrained(tmp_path)
+    script = (
+        "import sys, nnterp; from nnterp.loading import read_config;"
+        f"assert 'acme_nnterp._modeling' not in sys.modules; print(read_config({str(tmp_path)!r}, {{}}).model_type)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(acme_site)}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "acme", ran.stderr
 
 
 def test_its_model_answers_to_the_standard_names(module):

@@ -46,7 +46,17 @@ def read_config(repo_id: Any, kwargs: dict) -> Any:
     from transformers import AutoConfig
 
     passed = {name: kwargs[name] for name in ("revision", "trust_remote_code", "token") if name in kwargs}
+    import_own_modeling(repo_id, passed)
     return AutoConfig.from_pretrained(repo_id, **passed)
+
+
+def import_own_modeling(repo_id: str, passed: dict) -> None:
+    """Import the family of a type that transformers does not know: its plugin registers the modeling code with it."""
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    declared = PretrainedConfig.get_config_dict(repo_id, **passed)[0].get("model_type")
+    if declared is not None and declared not in CONFIG_MAPPING and module_name(declared) in families.known():
+        families.lookup(declared)
 
 
 #: Encoders whose config has no flag that says so.
