@@ -241,6 +241,8 @@ class Moe(Mlp):
     def _per_slot(self, given: Any, current: Tensor, what: str) -> Tensor:
         value = torch.as_tensor(given, device=current.device)
         if not isinstance(given, Tensor):
+            if what == "indices" and value.dtype != torch.int64:
+                raise ValueError(f"route_to on {self.path}: experts are whole numbers, and {given!r} was given")
             value = value.to(current.dtype)
         if value.dim() == 1 and value.shape[0] != current.shape[-1]:
             raise ValueError(
@@ -256,9 +258,16 @@ class Moe(Mlp):
     def ban_experts(self, experts: list[int] | int) -> None:
         """Keep this call's tokens away from ``experts``, inside a trace before the router scores.
 
-        Their logits become -inf, so the router chooses among the others, and its weights are of those.
+        Their logits become -inf, so the router chooses among the others, and its weights are of those. Raises
+        ValueError for an expert there is not, or where fewer than ``top_k`` are left.
         """
         banned = [self._expert(expert) for expert in ([experts] if isinstance(experts, int) else experts)]
+        left = self.num_experts - len(set(banned))
+        if left < self.top_k:
+            raise ValueError(
+                f"ban_experts on {self.path} leaves {left} of {self.num_experts} experts, and every token takes "
+                f"{self.top_k} (top_k)"
+            )
         logits = self.router_logits
         mask = torch.zeros(self.num_experts, dtype=torch.bool, device=logits.device)
         mask[banned] = True

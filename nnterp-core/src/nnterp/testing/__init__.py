@@ -15,11 +15,36 @@ state.
 import pytest
 
 #: The modules whose assertions pytest explains.
-MODULES = ("comparing", "formulas", "loading", "methods", "naming", "running", "writing")
+MODULES = (
+    "comparing",
+    "formulas",
+    "loading",
+    "methods",
+    "mixture_writing",
+    "mixtures",
+    "naming",
+    "running",
+    "writing",
+)
 
 pytest.register_assert_rewrite(*(f"nnterp.testing.{name}" for name in MODULES))
 
+from nnterp.testing.mixture_oracles import Loop, gated_expert, interleaved_expert  # noqa: E402
+from nnterp.testing.mixtures import MixtureSuite  # noqa: E402
 from nnterp.testing.oracles import Call, Formula, Forward, Inside, Site, heads, run  # noqa: E402
 from nnterp.testing.suite import FamilySuite  # noqa: E402
 
-__all__ = ["Call", "FamilySuite", "Formula", "Forward", "Inside", "Site", "heads", "run"]
+__all__ = [
+    "Call",
+    "FamilySuite",
+    "Formula",
+    "Forward",
+    "Inside",
+    "Loop",
+    "MixtureSuite",
+    "Site",
+    "gated_expert",
+    "heads",
+    "interleaved_expert",
+    "run",
+]

@@ -105,13 +105,22 @@ class Methods(Facts):
             assert attention.num_heads % attention.num_kv_heads == 0
             assert attention.num_heads * attention.head_dim in attention.o_proj._module.weight.shape
             if self.native("layers.0.mlp") is not None:
-                assert self.model.layers[layer].mlp.intermediate_size == self.model.intermediate_size
+                assert self.model.layers[layer].mlp.intermediate_size == self.mlp_width(layer)
+
+    def mlp_width(self, layer: int) -> int:
+        """The width that the MLP of a block says it has."""
+        return self.model.intermediate_size
+
+    def mixtures(self) -> list[int]:
+        """The blocks whose MLP is a mixture of experts."""
+        return []
 
     def test_blocks_by_what_they_have(self) -> None:
         mlps = [] if self.native("layers.0.mlp") is None else list(self.blocks)
         assert self.model.attention_layers == list(self.blocks)
         assert self.model.mlp_layers == mlps
-        assert self.model.linear_attention_layers == self.model.moe_layers == []
+        assert self.model.linear_attention_layers == []
+        assert self.model.moe_layers == self.mixtures()
 
     # -- methods ------------------------------------------------------------------------------------------------------
 

@@ -14,17 +14,27 @@ HOSTS = {
 
 
 class Naming(Facts):
-    def hosts(self) -> dict[str, type]:
-        """The family's class of each envoy that carries values, by its standard name (``""``: the block)."""
-        found = {host: getattr(self.family, name) for host, (name, _) in HOSTS.items() if hasattr(self.family, name)}
-        return {host: kind for host, kind in found.items() if not host or self.native(f"layers.0.{host}") is not None}
+    def kind(self, host: str, layer: int) -> type | None:
+        """The family's class of the envoy that carries ``host``'s values on a block; None where it has none."""
+        absent = bool(host) and self.native(f"layers.{layer}.{host}") is None
+        return None if absent else getattr(self.family, HOSTS[host][0], None)
+
+    def hosts(self, layer: int) -> dict[str, type]:
+        """The family's class of each envoy of a block that carries values, by its standard name (``""``: the block)."""
+        kinds = {host: self.kind(host, layer) for host in HOSTS}
+        return {host: kind for host, kind in kinds.items() if kind is not None}
 
     def expected_rows(self) -> set[str]:
         return {
             f"{host}.{name}".lstrip(".")
-            for host, kind in self.hosts().items()
+            for layer in self.blocks
+            for host, kind in self.hosts(layer).items()
             for name in {*kind.values(), *HOSTS[host][1].values()}
         }
+
+    def expected_reason(self, value: str, layer: int) -> str | None:
+        """Part of the reason why a block does not serve ``value``, None where it does."""
+        return self.EXPECTED_UNAVAILABLE.get(value)
 
     def test_family_of_the_checkpoint(self) -> None:
         assert self.model.family is self.family
@@ -44,8 +54,9 @@ class Naming(Facts):
         assert len(self.model.layers) == len(self.blocks) > 1
 
     def test_every_block_is_of_the_family(self) -> None:
-        for block in self.model.layers:
-            for host, kind in self.hosts().items():
+        for layer in self.blocks:
+            block = self.model.layers[layer]
+            for host, kind in self.hosts(layer).items():
                 envoy = getattr(block, host) if host else block
                 assert type(envoy) is kind
                 assert issubclass(kind, HOSTS[host][1])
@@ -69,16 +80,19 @@ class Naming(Facts):
 
     def test_support_gives_the_reasons(self) -> None:
         for value, reason in self.model.support().items():
-            expected = self.EXPECTED_UNAVAILABLE.get(value)
-            if expected is None:
+            if value in ROOT_ROWS:
+                expected = self.EXPECTED_UNAVAILABLE.get(value)
+                assert (reason is None) == (expected is None), f"{value}: {reason!r}"
+                assert expected is None or expected in reason, f"{value}: {reason!r} does not say {expected!r}"
+                continue
+            reasons = {layer: self.expected_reason(value, layer) for layer in self.blocks}
+            if set(reasons.values()) == {None}:
                 assert reason is None, f"{value}: {reason}"
                 continue
-            if value in ROOT_ROWS:
-                assert expected in (reason or ""), f"{value}: {reason!r} does not say {expected!r}"
-                continue
-            assert isinstance(reason, dict), f"{value} is expected to be unavailable ({expected}), and is {reason}"
-            assert set(reason) <= set(self.blocks)
+            assert isinstance(reason, dict), f"{value} is expected to be unavailable ({reasons}), and is {reason}"
+            assert set(reason) <= {layer for layer, expected in reasons.items() if expected is not None}
             for layer, why in reason.items():
+                expected = reasons[layer]
                 assert expected in why, f"{value} of block {layer}: {why!r} does not say {expected!r}"
                 assert self.model.support(layer=layer)[value] == why
         assert set(self.EXPECTED_UNAVAILABLE) <= set(self.model.support())
@@ -103,14 +117,14 @@ class Naming(Facts):
         assert logits.equal(self.loaded.clean_logits)
 
     def test_values_are_descriptors_of_the_block(self) -> None:
-        for value, reason in self.model.support(layer=0).items():
-            host, name = self.host(value, 0)
+        for value, reason in self.model.support(layer=self.EDITED).items():
+            host, name = self.host(value, self.EDITED)
             assert isinstance(getattr(type(host), name), EProperty)
             assert host.support()[name] == reason
 
     def test_repr_lists_the_values(self) -> None:
-        text = repr(self.model.layers[0])
-        for value in self.model.support(layer=0):
+        text = repr(self.model.layers[self.EDITED])
+        for value in self.model.support(layer=self.EDITED):
             assert f"({value.rpartition('.')[2]})" in text
         text = repr(self.model)
         for value in ROOT_ROWS:

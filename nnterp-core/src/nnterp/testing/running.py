@@ -146,14 +146,18 @@ class Running(Facts):
         assert_differs(logits, self.bare(**self.inputs(second)).logits)
 
     def test_scan_gives_the_shapes(self) -> None:
-        places = self.places(self.served())
-        hosts = [self.host(*place) for place in places]
-        with self.model.scan(self.ids):
+        places, model = self.places(self.served()), self.scanned()
+        hosts = [self.host(*place, model) for place in places]
+        with model.scan(self.ids):
             shapes = [].save()
             for host, name in hosts:
                 shapes.append(tuple(getattr(host, name).shape))
         for place, shape in zip(places, shapes, strict=True):
             assert shape == tuple(self.everything[place].shape), place
+
+    def scanned(self) -> Any:
+        """The model to scan."""
+        return self.model
 
     def test_cache_and_get(self) -> None:
         model = self.model
