@@ -81,6 +81,7 @@ class Interleaver:
     """A run that writes down what it is served, and answers with what `edits` make of it."""
 
     interleaving = busy = True
+    parked, observers = set(), {"block": ()}  # somebody has a use for everything
 
     def __init__(self, edits):
         self.edits, self.served, self.counts, self.fragments = edits, {}, {}, None
