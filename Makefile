@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 TRANSFORMERS ?= 5.24.0
+CHECKPOINTS ?= smollm2 toy-gpt2
 
 PACKAGES := nnterp-families-dense nnterp-families-moe nnterp-families-recurrent nnterp-vision nnterp-vllm
 TOOLS := build hatchling pytest-xdist ruff==0.17.6
@@ -26,7 +27,7 @@ $(READY): Makefile pyproject.toml $(wildcard nnterp-*/pyproject.toml)
 	@touch $@
 
 demo: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/nnterp demo $(CHECKPOINT)
+	OMP_NUM_THREADS=1 $(BIN)/nnterp demo $(CHECKPOINTS)
 
 # ARGS="-k gpt2" narrows it down
 test: $(READY)

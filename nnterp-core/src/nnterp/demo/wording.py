@@ -70,8 +70,11 @@ def _(finding: Patching) -> str:
     )
     layer = finding.hand_off
     if layer is None:
-        best = float(finding.share.max())
-        return f"{words} The best single place brings it to {percent(best)}; no block hands the answer over."
+        best = divmod(int(finding.share.argmax()), finding.share.shape[1])
+        return (
+            f"{words} The best single place, {quoted(finding.tokens[best[1]])} after block {best[0]}, brings it to "
+            f"{percent(float(finding.share[best]))}; no block is seen to hand the answer from {subject} to {last}."
+        )
     words += (
         f" Up to block {layer - 1} the place that decides is {subject}; from block {layer} on it is {last}, the last "
         f"token."
