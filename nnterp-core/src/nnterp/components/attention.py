@@ -49,8 +49,7 @@ class Attention(Standard):
 
     def off_interface(self) -> str | None:
         """Why neither transformers' attention interface nor `METHOD` is called by this module, or None: it is."""
-        implementation = implementation_of(self)
-        if self.METHOD and implementation != "eager":
+        if self.METHOD and (implementation := implementation_of(self)) != "eager":
             return f"{self.METHOD} is what eager attention calls, and this model runs {implementation!r}"
         return None
 

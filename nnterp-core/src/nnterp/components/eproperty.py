@@ -16,9 +16,9 @@ from greenlet import getcurrent
 from nnsight import Envoy
 from nnsight.intervention.eproperty import WriteBack, eproperty
 from nnsight.intervention.interleaver import Mediator
-from nnsight.intervention.source import Source, SourceNotAvailable
+from nnsight.intervention.source import SourceNotAvailable
 
-from nnterp.components.locations import Select, child, pack, parsed, pick, refuse_late
+from nnterp.components.locations import FIRST, Select, child, pack, parsed, pick, refuse_late
 
 Reason = str | Callable[[Any], str | None] | None
 
@@ -144,58 +144,57 @@ class EProperty(eproperty):
 
     def reason(self, obj: Any) -> str | None:
         """Why this value is not available on ``obj``, or None when it is."""
+        return self._find(obj)[0]
+
+    def _find(self, obj: Any) -> tuple[str | None, Any, tuple[str, ...], str]:
+        """``(reason, host, operations, attribute)``: why there is no such value on ``obj``, or where it is.
+
+        The envoy that its path reaches, what is left of the path inside that module's forward, and the attribute
+        served there.
+        """
         reason = self._unavailable(obj) if callable(self._unavailable) else self._unavailable
         reason = reason or getattr(obj, "refused", {}).get(self.name)
         if reason is not None or self.key is None:
-            return reason
+            return reason, obj, (), self.name
         from_root, ups, segments, attribute = parsed(self.path(obj))
-        host = self._start(obj, from_root, ups)
-        for segment in segments:
-            if segment == "source":
-                return None
-            found = child(host, segment)
-            if found is None:
-                return f"no {segment} module on this {role(host)}"
-            host = found
-        refuses = getattr(host, "tap_reason", None)
-        return refuses(attribute) if refuses is not None else None
-
-    @staticmethod
-    def _start(obj: Any, from_root: bool, ups: int) -> Any:
         host = obj.root if from_root else obj
         for _ in range(ups):
             host = host.parent
-        return host
-
-    def _host(self, obj: Any) -> tuple[Any, str]:
-        """The envoy or operation that serves the value, and the attribute it is served under."""
-        path = self.path(obj)
-        from_root, ups, segments, attribute = parsed(path)
-        host = self._start(obj, from_root, ups)
-        for segment in segments:
+        for index, segment in enumerate(segments):
             if segment == "source":
-                refuse_late(f"{self.name} of {obj.path}", type(obj).__name__, host)
-                host = host.source
-            elif isinstance(host, Source):
-                if segment not in host.names:
-                    raise SourceNotAvailable(
-                        f"{self.name} of {obj.path} is read at {path!r}, and there is no operation {segment!r} in that "
-                        f"forward; there are: {', '.join(host.names)}"
-                    )
-                host = host.node(segment)
-            else:
-                host = child(host, segment)
-        return host, attribute
+                return None, host, segments[index:], attribute
+            found = child(host, segment)
+            if found is None:
+                return f"no {segment} module on this {role(host)}", host, (), attribute
+            host = found
+        if attribute in getattr(type(host), "TAPS", ()):
+            reason = host.tap_reason(attribute)
+        return reason, host, (), attribute
 
     def _location(self, obj: Any) -> str:
-        host, attribute = self._host(obj)
+        _, host, operations, attribute = self._find(obj)
+        return self._served_at(obj, host, operations, attribute)
+
+    def _served_at(self, obj: Any, host: Any, operations: tuple[str, ...], attribute: str) -> str:
+        """The location that serves the value, with the operations it is inside of in place."""
+        for operation in operations:
+            if operation == "source":
+                refuse_late(f"{self.name} of {obj.path}", type(obj).__name__, host)
+                host = host.source
+            elif operation in host.names:
+                host = host.node(operation)
+            else:
+                raise SourceNotAvailable(
+                    f"{self.name} of {obj.path} is read at {self.path(obj)!r}, and there is no operation {operation!r} "
+                    f"in that forward; there are: {', '.join(host.names)}"
+                )
         return f"{host.path}.{'input' if attribute == 'inputs' else attribute}"
 
-    def _require(self, obj: Any) -> Mediator:
-        reason = self.reason(obj)
+    def _require(self, obj: Any, reason: str | None) -> Mediator:
+        """The worker that reads or assigns the value; raises where there is none, or for ``reason``."""
+        mediator = getattr(getcurrent(), "mediator", None)
         if reason is not None:
             raise Unavailable(f"{self.name} of {obj.path} ({type(obj._module).__name__}) is unavailable: {reason}")
-        mediator = getattr(getcurrent(), "mediator", None)
         if mediator is None:
             raise ValueError(
                 f"{self.name} of {obj.path} exists only while the model runs: read or assign it inside a "
@@ -209,15 +208,17 @@ class EProperty(eproperty):
         if obj is None:
             return self
         try:
-            mediator = self._require(obj)
-            location = self._location(obj)
+            reason, *place = self._find(obj)
+            mediator = self._require(obj, reason)
+            location = self._served_at(obj, *place)
             if self._transform is not None:
                 occurrence = mediator.wanted(location)
                 waiting = mediator.transform
                 if waiting is not None and waiting.key == (self, location, occurrence):
                     return waiting.view
             raw = Mediator.value(location)
-            element = self._pick(obj, raw)
+            alone = self.select in (None, FIRST) and isinstance(raw, torch.Tensor)
+            element = raw if alone else self._pick(obj, raw)
             value = self._view(obj, element)
             if value is not element or hasattr(element, ROWS_OF_A_BATCH):
                 gradient_in_base(value)
@@ -239,7 +240,7 @@ class EProperty(eproperty):
 
     def _selected(self, obj: Any) -> tuple[str, Any]:
         select = self.select(obj) if callable(self.select) else self.select
-        return self.attribute(self.path(obj)), select
+        return parsed(self.path(obj))[3], select
 
     def _pick(self, obj: Any, raw: Any) -> Any:
         try:
@@ -257,8 +258,9 @@ class EProperty(eproperty):
             mounted = f"{Envoy.OVERLOAD_PREFIX}{self.name}"
             obj.__dict__[mounted], obj._aliases[mounted] = value, self.name
             return
-        self._require(obj)
-        location = self._location(obj)
+        reason, *place = self._find(obj)
+        self._require(obj, reason)
+        location = self._served_at(obj, *place)
         raw = Mediator.value(location)
         element = self._pick(obj, raw)
         self.check(obj, value, self._view(obj, element))
@@ -365,7 +367,7 @@ class DerivedEProperty(EProperty):
     def __get__(self, obj: Any, owner: Any = None) -> Any:
         if obj is None:
             return self
-        self._require(obj)
+        self._require(obj, self.reason(obj))
         try:
             return self.compute(obj)
         except AttributeError as error:

@@ -210,11 +210,14 @@ class Blocks(Envoy):
     """A list of modules that says how long it is when an index is past its end."""
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, int) and not -len(self) <= key < len(self):
+        try:
+            return super().__getitem__(key)
+        except AttributeError:
+            if not isinstance(key, int):
+                raise
             raise IndexError(
                 f"{self.path}[{key}]: there are {len(self)} blocks, 0 to {len(self) - 1} (or {-len(self)} to -1)"
-            )
-        return super().__getitem__(key)
+            ) from None
 
 
 def axis_size(envoy: Envoy, axis: str) -> int:
