@@ -20,7 +20,7 @@ from nnsight.intervention.source import STATE
 from torch import nn
 
 from nnterp.components import runs
-from nnterp.components.taps import CannotTap, calls, insert, last_visits, tapped, targets, visited
+from nnterp.components.taps import VISITS, CannotTap, calls, insert, tapped, targets, visited
 
 INPUTS = "attention_inputs"
 SCORES = "attention_scores"
@@ -115,12 +115,14 @@ _eager_copies: "weakref.WeakKeyDictionary[Callable, Any]" = weakref.WeakKeyDicti
 
 def eager_copy(attend: Callable) -> Callable | str:
     """The copy of ``attend`` that serves scores and probabilities, or why there is none."""
-    try:
-        if attend not in _eager_copies:
-            _eager_copies[attend] = tapped(attend, EAGER, {})
-    except CannotTap as error:
-        _eager_copies[attend] = str(error)
-    return _eager_copies[attend]
+    copy = _eager_copies.get(attend)
+    if copy is None:
+        try:
+            copy = tapped(attend, EAGER, {})
+        except CannotTap as error:
+            copy = str(error)
+        _eager_copies[attend] = copy
+    return copy
 
 
 # -- the call, serving ------------------------------------------------------------------------------------------------
@@ -167,13 +169,13 @@ def unread(interleaver: Any, path: str, entry: str) -> bool:
     for location in interleaver.parked:
         if location.startswith(path):
             return False
-    locations, visits, call = interior(path), last_visits(interleaver), interleaver.counts.get(entry)
+    locations, counts = interior(path), interleaver.counts
+    visits, call = interleaver.__dict__.setdefault(VISITS, {}), counts.get(entry)
     if visits.get(locations[0], -1) == call:
         return False  # a second call of the interface in one of the module
-    visits.update(dict.fromkeys(locations, call))
-    counts = interleaver.counts
     for location in locations:  # each from its own: scores have had no visits while another implementation ran
         counts[location] = counts.get(location, 0) + 1
+        visits[location] = call
     return True
 
 

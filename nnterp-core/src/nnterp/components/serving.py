@@ -25,6 +25,7 @@ class ServingInterleaver(Interleaver):
         super().__init__(fragments=fragments)
         self.stale = True  # a Standard envoy was built or re-pointed since the last run
         self._bodies: list[tuple[State, Callable]] = []
+        self.visits: dict[str, int] = {}  # `nnterp.components.taps.VISITS`
 
     def install(self) -> None:
         """Put every location in place, unless all are where the last run left them.
@@ -43,6 +44,7 @@ class ServingInterleaver(Interleaver):
 
     def __enter__(self) -> "ServingInterleaver":
         self.install()
+        self.visits.clear()  # of another run, which may have had counts of its own
         runs.start()
         entered = False
         try:

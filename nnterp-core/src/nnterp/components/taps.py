@@ -29,6 +29,9 @@ from nnsight.intervention.source import (
 
 SERVE = "__serve__"
 
+#: The attribute of a run's interleaver that says in which call of its module each location was visited last.
+VISITS = "visits"
+
 #: What a rule's statements may call beside `serve`, by the name they call it: closed over by every copy.
 HELPERS: dict[str, Callable] = {}
 
@@ -67,22 +70,12 @@ def visited(interleaver: Any, path: str, entry: str, name: str) -> str:
     which is what a step of ``generate`` is counted by.
     """
     location = first = f"{path}.{name}"
-    call, visits, number = interleaver.counts.get(entry), last_visits(interleaver), 0
+    call, visits, number = interleaver.counts.get(entry), interleaver.__dict__.setdefault(VISITS, {}), 0
     while visits.get(location, -1) == call:
         number += 1
         location = f"{first}_{number}"
     visits[location] = call
     return location
-
-
-def last_visits(interleaver: Any) -> dict[str, int]:
-    """In which call of its module each location was visited last."""
-    counts = interleaver.counts
-    of, visits = interleaver.__dict__.get("visits", (None, None))
-    if of is not counts:  # a run on other counts leaves nothing behind
-        visits = {}
-        interleaver.visits = counts, visits
-    return visits
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
