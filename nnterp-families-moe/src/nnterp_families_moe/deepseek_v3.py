@@ -19,10 +19,8 @@ class Mlp(components.Mlp):
     """A dense block's gated feed-forward."""
 
 
-class Moe(components.Moe):
+class Moe(components.BiasedMoe):
     """DeepSeek-V3's mixture: the bias and the groups choose the experts, the scores alone weight them."""
-
-    SCORING = "sigmoid"
 
 
 ENVOYS = {
@@ -30,7 +28,7 @@ ENVOYS = {
     modeling.DeepseekV3Attention: Attention,
     modeling.DeepseekV3MLP: Mlp,
     modeling.DeepseekV3MoE: Moe,
-    modeling.DeepseekV3TopkRouter: components.Router,
+    modeling.DeepseekV3TopkRouter: components.BiasedRouter,
 }
 
 

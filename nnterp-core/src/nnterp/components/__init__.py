@@ -27,7 +27,17 @@ from nnterp.components.layouts import (
 )
 from nnterp.components.locations import FIRST
 from nnterp.components.mlp import Mlp
-from nnterp.components.moe import ExpertIndices, ExpertLoad, ExpertOutputs, ExpertWeights, Moe, Router, RouterLogits
+from nnterp.components.moe import (
+    BiasedMoe,
+    BiasedRouter,
+    ExpertIndices,
+    ExpertLoad,
+    ExpertOutputs,
+    ExpertWeights,
+    Moe,
+    Router,
+    RouterLogits,
+)
 from nnterp.components.standard import Blocks, Standard, axis_size, blocks_support, standard_children
 from nnterp.components.taps import (
     apart,
@@ -60,6 +70,8 @@ __all__ = [
     "TOKENS",
     "VOCAB",
     "Attention",
+    "BiasedMoe",
+    "BiasedRouter",
     "Blocks",
     "DerivedEProperty",
     "EProperty",

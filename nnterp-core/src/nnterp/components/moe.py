@@ -9,7 +9,7 @@ from torch import Tensor
 from nnterp.components import experts_interface
 from nnterp.components.eproperty import DerivedEProperty, unavailable
 from nnterp.components.layouts import HIDDEN, Residual
-from nnterp.components.locations import child
+from nnterp.components.locations import child, parsed
 from nnterp.components.mlp import Mlp
 from nnterp.components.module_sizes import module_int
 from nnterp.components.standard import Standard
@@ -45,6 +45,12 @@ class Router(Standard):
     TAPS = {"router_logits": assigned("router_logits", 0)}
 
 
+class BiasedRouter(Router):
+    """A router whose bias takes part in choosing the experts and not in weighting them (DeepSeek-V3 and its kin)."""
+
+    TAPS = {**Router.TAPS, "choice_scores": assigned("scores_for_choice", 0)}
+
+
 def _expert_load(moe: "Moe") -> ExpertLoad:
     """How many of this call's tokens each expert is routed, ``[num_experts]``, int64. Padding is counted as well."""
     return torch.bincount(moe.expert_indices.flatten(), minlength=moe.num_experts)[: moe.num_experts]
@@ -60,11 +66,13 @@ class Moe(Mlp):
     Attributes:
         SCORING: What the logits mean: ``"softmax"`` (over all experts, then the top k), ``"topk_softmax"`` (over the
             top k), ``"sigmoid"``, or the family's own word.
+        SHARED_EXPERTS: The path of the shared expert's module, where there is one.
         WEIGHTS, INDICES: Which argument of the experts module holds the weights and the indices, as (position,
             keyword).
     """
 
     SCORING = "softmax"
+    SHARED_EXPERTS = "shared_experts"
     WEIGHTS: tuple[int, str] = (2, "top_k_weights")
     INDICES: tuple[int, str] = (1, "top_k_index")
     TAPS = {"rows": rows()}
@@ -90,8 +98,13 @@ class Moe(Mlp):
 
     def no_shared_expert(self) -> str | None:
         """Why there is no shared expert, or None."""
-        missing = "this mixture has no shared expert" if child(self, "shared_experts") is None else None
-        return self.no_mixture() or missing
+        from_root, ups, names, name = parsed(self.SHARED_EXPERTS)
+        host = self.root if from_root else self
+        for _ in range(ups):
+            host = host.parent
+        for step in (*names, name):
+            host = None if host is None else child(host, step)
+        return self.no_mixture() or ("this mixture has no shared expert" if host is None else None)
 
     # -- sizes ------------------------------------------------------------------------------------------------------
 
@@ -261,6 +274,12 @@ class Moe(Mlp):
         Their logits become -inf, so the router chooses among the others, and its weights are of those. Raises
         ValueError for an expert there is not, or where fewer than ``top_k`` are left.
         """
+        banned = self._banned(experts)
+        logits = self.router_logits
+        self.router_logits = logits.masked_fill(banned.to(logits.device), float("-inf"))
+
+    def _banned(self, experts: list[int] | int) -> Tensor:
+        """Which experts are banned, ``[num_experts]``, bool."""
         banned = [self._expert(expert) for expert in ([experts] if isinstance(experts, int) else experts)]
         left = self.num_experts - len(set(banned))
         if left < self.top_k:
@@ -268,7 +287,34 @@ class Moe(Mlp):
                 f"ban_experts on {self.path} leaves {left} of {self.num_experts} experts, and every token takes "
                 f"{self.top_k} (top_k)"
             )
-        logits = self.router_logits
-        mask = torch.zeros(self.num_experts, dtype=torch.bool, device=logits.device)
+        mask = torch.zeros(self.num_experts, dtype=torch.bool)
         mask[banned] = True
-        self.router_logits = logits.masked_fill(mask, float("-inf"))
+        return mask
+
+
+class BiasedMoe(Moe):
+    """A mixture whose experts are chosen by `choice_scores`: a bias added. Its router is a `BiasedRouter`."""
+
+    SCORING = "sigmoid"
+
+    @TokenEProperty(
+        "router.choice_scores",
+        "What the experts are chosen by: their scores and a bias",
+        unavailable=lambda moe: moe.no_mixture(),
+    )
+    def choice_scores(self, value: Tensor) -> RouterLogits:
+        """What each token's experts are chosen by, ``[batch, seq, num_experts]``: the scored logits plus a bias.
+
+        Before any choice of groups. An edit changes the choice alone; the chosen experts' weights come from the logits.
+        """
+        return value
+
+    def ban_experts(self, experts: list[int] | int) -> None:
+        """Keep this call's tokens away from ``experts``, inside a trace before the router scores.
+
+        Their logits and the scores that experts are chosen by become -inf. Where the groups a token is routed to hold
+        too few other experts, a banned one fills the slot with weight zero. Raises ValueError as on any mixture.
+        """
+        super().ban_experts(experts)
+        scores = self.choice_scores
+        self.choice_scores = scores.masked_fill(self._banned(experts).to(scores.device), float("-inf"))
