@@ -110,13 +110,16 @@ def project_on_vocab(model: Any, hidden: Any) -> Any:
     raise Unavailable(f"project_on_vocab of {model.path} is unavailable: {HEAD}")
 
 
-def _on_the_blocks(size: str, module: str, value: str) -> Callable[[Any], int]:
+def _on_the_blocks(size: str, module: str, value: str, *spellings: str) -> Callable[[Any], int]:
     """A root size as the first block has it whose ``value``, on ``module``, bears it out; else as the config says."""
 
     def read(model: Any) -> int:
         hosts = (block.__dict__.get(module) for block in model.layers)
         host = next((each for each in hosts if value in getattr(each, "shapes", ())), None)
-        return getattr(Standardized, size).rule(model) if host is None else getattr(host, size)
+        if host is not None:
+            return getattr(host, size)
+        said = (getattr(text_config(model), spelling, None) for spelling in spellings)
+        return next(filter(None, said), None) or getattr(Standardized, size).rule(model)
 
     return read
 
@@ -125,7 +128,9 @@ num_heads = _on_the_blocks("num_heads", "self_attn", "attention_queries")
 num_kv_heads = _on_the_blocks("num_kv_heads", "self_attn", "attention_keys")
 qk_head_dim = _on_the_blocks("qk_head_dim", "self_attn", "attention_queries")
 head_dim = _on_the_blocks("head_dim", "self_attn", "attention_values")
-intermediate_size = _on_the_blocks("intermediate_size", "mlp", "mlp_neurons")
+intermediate_size = _on_the_blocks(
+    "intermediate_size", "mlp", "mlp_neurons", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff"
+)
 
 
 def check(model: Any) -> None:
