@@ -92,4 +92,5 @@ def one_expert(experts: nn.Module, expert: int, tokens: Tensor) -> Tensor:
     inner = linear(tokens, "gate_up_proj" if experts.has_gate else "up_proj")
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     out = linear(inner, "down_proj")
-    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+    # transformers 5.19.0 knows no norm behind an expert
+    return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out

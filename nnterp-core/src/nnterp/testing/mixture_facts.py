@@ -1,6 +1,7 @@
 """What a suite states about its mixture, and how the bare model's is run."""
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class MixtureFacts(Facts):
         EXPERTS_KEY, TOP_K_KEY: The config keys of how many experts there are, and how many a token gets.
         GROUPED: Whether experts are chosen by groups, so that a token's experts depend on the scores of those it is not
             routed to.
+        IMPLEMENTATIONS: Whether transformers has several implementations of the experts to choose from.
         OUTPUTS_LOGITS: Whether transformers returns the router's logits on ``output_router_logits=True``.
     """
 
@@ -41,6 +43,7 @@ class MixtureFacts(Facts):
     EXPERTS_KEY: str = "num_local_experts"
     TOP_K_KEY: str = "num_experts_per_tok"
     GROUPED: bool = False
+    IMPLEMENTATIONS: bool = True
     OUTPUTS_LOGITS: bool = True
 
     # -- what FamilySuite asks ----------------------------------------------------------------------------------------
@@ -62,7 +65,7 @@ class MixtureFacts(Facts):
     def mlp_width(self, layer: int) -> int:
         if layer in self.DENSE:
             return super().mlp_width(layer)
-        return getattr(self.bare.config.get_text_config(), self.EXPERT_WIDTH_KEY)
+        return attrgetter(self.EXPERT_WIDTH_KEY)(self.bare.config.get_text_config())
 
     def assert_untouched(self, actual: Tensor, clean: Tensor) -> None:
         """Up to rounding: experts run on all their tokens at once, and how a product rounds is a matter of how many."""
@@ -70,7 +73,7 @@ class MixtureFacts(Facts):
 
     def scanned(self) -> Any:
         """torch gives no shape for a grouped product of float32 matrices, so not the default experts."""
-        return self.loaded.load(experts_implementation="batched_mm")
+        return self.loaded.load(experts_implementation="batched_mm") if self.IMPLEMENTATIONS else self.model
 
     # -- the bare mixture ---------------------------------------------------------------------------------------------
 

@@ -105,6 +105,7 @@ class Loop:
 
         def forward(hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
             indices, weights = (*routing, *named.values())
+            shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
             indices, weights = at("expert_indices", indices), at("expert_weights", weights)
             slots = hidden.new_zeros(*indices.shape, hidden.shape[-1])
             for expert in indices.unique().tolist():
@@ -112,7 +113,7 @@ class Loop:
                 out = self.expert(self.experts, expert, hidden[token]) * weights[token, slot, None]
                 slots = slots.index_put((token, slot), out.to(slots.dtype))
             slots = at("expert_outputs", slots)
-            return at("routed_output", slots.sum(1))
+            return at("routed_output", slots.sum(1)).reshape(shape)
 
         self.experts.forward = forward
         try:

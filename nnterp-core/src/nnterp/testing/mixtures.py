@@ -1,5 +1,6 @@
 """`MixtureSuite`: what holds of every mixture of experts, beside what `FamilySuite` states."""
 
+from operator import attrgetter
 from types import ModuleType
 
 import pytest
@@ -44,8 +45,8 @@ class MixtureReading(MixtureFacts):
         config = self.bare.config.get_text_config()
         for layer in self.mixtures():
             moe = self.model.layers[layer].mlp
-            assert moe.num_experts == getattr(config, self.EXPERTS_KEY)
-            assert 1 <= moe.top_k == getattr(config, self.TOP_K_KEY) <= moe.num_experts
+            assert moe.num_experts == attrgetter(self.EXPERTS_KEY)(config)
+            assert 1 <= moe.top_k == attrgetter(self.TOP_K_KEY)(config) <= moe.num_experts
             assert isinstance(moe.SCORING, str) and moe.SCORING
             assert moe.no_mixture() is None
 
@@ -151,6 +152,8 @@ class MixtureReading(MixtureFacts):
 
     def test_every_experts_implementation(self) -> None:
         """The same values under each; the eager loop holds no slots, which its values say."""
+        if not self.IMPLEMENTATIONS:
+            return
         expected, clean = self.read_parts(), self.loaded.clean_logits
         for implementation in ("batched_mm", "eager", "grouped_mm"):
             model = self.loaded.load(experts_implementation=implementation)
