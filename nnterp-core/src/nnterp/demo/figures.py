@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from functools import singledispatch
 from typing import Any
 
@@ -29,6 +30,11 @@ def visible(token: str) -> str:
 def numbered(tokens: list[str]) -> list[str]:
     """Axis labels that stay apart where a token occurs twice: a label is unique by what a reader does not see."""
     return [visible(token) + "\u200b" * tokens[:i].count(token) for i, token in enumerate(tokens)]
+
+
+def spacing(blocks: Sized) -> int:
+    """Blocks between two labels of an axis: about ten labels, and none between two blocks."""
+    return max(1, len(blocks) // 10)
 
 
 def laid_out(figure: go.Figure, height: int, **layout: Any) -> go.Figure:
@@ -87,7 +93,7 @@ def _(finding: Lens) -> list[go.Figure]:
         go.Figure(grid),
         max(320, 90 + 21 * len(blocks)),
         xaxis={"title": "token the stream belongs to", "side": "top"},
-        yaxis={"title": "block", "autorange": "reversed", "dtick": max(1, len(blocks) // 10)},
+        yaxis={"title": "block", "autorange": "reversed", "dtick": spacing(blocks)},
         margin={"l": 60, "r": 20, "t": 70, "b": 20},
     )
     answer = quoted(finding.answer)
@@ -119,7 +125,7 @@ def _(finding: Lens) -> list[go.Figure]:
     )
     climb.update_yaxes(type="log", autorange="reversed", dtick=1, tickformat=",d", row=1, col=1)
     climb.update_yaxes(range=[0, 1], tickformat=".0%", row=1, col=2)
-    climb.update_xaxes(title="block")
+    climb.update_xaxes(title="block", dtick=spacing(blocks))
     return [tokens, laid_out(climb, 300)]
 
 
@@ -141,7 +147,7 @@ def _(finding: Induction) -> list[go.Figure]:
         go.Figure(scores),
         max(260, 90 + 15 * len(finding.blocks)),
         xaxis={"title": "head", "dtick": 1},
-        yaxis={"title": "block", "autorange": "reversed"},
+        yaxis={"title": "block", "autorange": "reversed", "dtick": spacing(finding.blocks)},
     )
     labels = numbered(finding.tokens)
     pattern = go.Heatmap(
@@ -188,7 +194,7 @@ def _(finding: Patching) -> list[go.Figure]:
         go.Figure(grid),
         max(320, 110 + 16 * len(finding.share)),
         xaxis={"title": "position that gets the other prompt's stream"},
-        yaxis={"title": "after block", "autorange": "reversed"},
+        yaxis={"title": "after block", "autorange": "reversed", "dtick": spacing(finding.share)},
     )
     if finding.heads is None:
         return [patched]

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from nnterp.demo.figures import figures
 from nnterp.demo.script import Lens, Patching, Steering, Support
-from nnterp.demo.wording import conclusion
+from nnterp.demo.wording import conclusion, signed
 
 if TYPE_CHECKING:
     from nnterp.demo import Examined, Section
@@ -100,7 +100,7 @@ def article(section: Section) -> str:
         figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
         for figure in figures(section.finding)
     )
-    words = f"<p>{escape(conclusion(section.finding))}</p>"
+    words = f"<p>{escape(conclusion(section.finding)).replace('“ ', '“&nbsp;')}</p>"
     how = f'<p class="how">{escape(reading(section.finding))}</p>' if reading(section.finding) else ""
     return words + how + plots + tables(section.finding) + source_of(section.experiment)
 
@@ -125,7 +125,7 @@ def _(finding: Lens) -> str:
 
 @reading.register
 def _(finding: Patching) -> str:
-    return "Each cell is one run with one patch: dark where it turns the answer, white where it changes nothing."
+    return "Each cell is one run with one patch: dark where it turns the answer, pale where it changes nothing."
 
 
 @singledispatch
@@ -154,6 +154,6 @@ def _(finding: Steering) -> str:
         for factor, text in written.items():
             side = "minus" if factor < 0 else "plus" if factor > 0 else ""
             rows.append(
-                f'<tr><td>{factor:+.0f}</td><td>{escape(prompt)} <b class="{side}">{escape(text)}</b></td></tr>'
+                f'<tr><td>{signed(factor)}</td><td>{escape(prompt)} <b class="{side}">{escape(text)}</b></td></tr>'
             )
     return f"<table><tr><th>factor</th><th>what the model writes</th></tr>{''.join(rows)}</table>"

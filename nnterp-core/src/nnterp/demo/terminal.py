@@ -19,7 +19,7 @@ from typing import TextIO
 from torch import Tensor
 
 from nnterp.demo.script import Induction, Lens, Patching, Steering, Support, TopTokens
-from nnterp.demo.wording import quoted
+from nnterp.demo.wording import quoted, signed
 
 SHADES = " ░▒▓█"
 BARS = "▏▎▍▌▋▊▉█"
@@ -154,10 +154,10 @@ class Terminal:
         for prompt, written in finding.continuations:
             self.line(f"  {prompt}")
             for factor, text in written.items():
-                self.paragraph(f"{factor:+.0f}  … {text}", indent=4, hanging=6)
+                self.paragraph(f"{signed(factor):>2}  … {text}", indent=4, hanging=6)
         self.line()
         rows = [
-            (f"{factor:+.1f}", f"{share:.2f}", bar(share, 24))
+            (signed(factor), f"{share:.2f}", bar(share, 24))
             for factor, share in zip(finding.factors, finding.bright_share, strict=True)
             if (2 * factor).is_integer()
         ]

@@ -16,6 +16,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.095 or share == 0 else f"{100 * share:.2g}%"
 
 
+def signed(factor: float) -> str:
+    """A factor with its sign; zero without one."""
+    return f"{factor:+g}".replace("-", "−") if factor else "0"
+
+
 @singledispatch
 def conclusion(finding: object) -> str:
     """What was found, in words that hold whatever was found."""
@@ -38,15 +43,17 @@ def _(finding: TopTokens) -> str:
 
 @conclusion.register
 def _(finding: Lens) -> str:
-    leading = next((i for i in range(len(finding.answer_rank)) if set(finding.answer_rank[i:]) == {1}), None)
-    half = len(finding.answer_rank) // 2
-    words = f"After {quoted(finding.prompt)} the model says {quoted(finding.answer)}"
+    ranks = finding.answer_rank
+    leading = next((i for i in range(len(ranks)) if set(ranks[i:]) == {1}), None)
+    words = (
+        f"After {quoted(finding.prompt)} the model says {quoted(finding.answer)} ({percent(finding.answer_prob[-1])})."
+    )
     if not leading:
-        return f"{words} ({percent(finding.answer_prob[-1])}), and every block's output already does."
+        return f"{words} Every block's output, read as if it were the last, says so too."
+    earlier = min(len(ranks) // 2, leading - 1)
     return (
-        f"{words} ({percent(finding.answer_prob[-1])}). Reading each block's output as if it were the last, that "
-        f"answer leads from block {leading} on; half way up, after block {half}, it is still number "
-        f"{finding.answer_rank[half]:,} in the vocabulary."
+        f"{words} Reading each block's output as if it were the last, that answer leads from block {leading} on; after "
+        f"block {earlier} it is still number {ranks[earlier]:,} in the vocabulary."
     )
 
 
