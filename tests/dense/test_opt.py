@@ -117,11 +117,14 @@ class TestOPT350M(TestOPT):
         "final_norm_output": "no norm module",
     }
     ATTENTION_INPUT = "layer_input"
-    SITES = {**TestOPT.SITES, "layer_mid": Site("fc1", "input")}
+    SITES = {**TestOPT.SITES, "layer_mid": Site("fc1", "input"), "normed_sum": Site("input_layernorm")}
     OWN_SIZES = {"token_embeddings": {"hidden_size": 16}}
 
     def rest_of_block(self, block, mid):
         return block("post_attention_layernorm")(mid + mlp(block, mid)).unflatten(0, (LAST_CALL["rows"], -1))
+
+    def mid_through_attention(self, edit):
+        return {("normed_sum", self.EDITED): lambda mid: edit(mid.flatten(0, 1)).view_as(mid)}
 
     def norms(self, layer):
         return self.module(f"layers.{layer}.input_layernorm"), self.module(f"layers.{layer}.post_attention_layernorm")

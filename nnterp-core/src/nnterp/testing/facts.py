@@ -273,19 +273,22 @@ class Facts:
         call = options.pop("call", None)
         inputs = options.pop("inputs", None) or self.inputs()
         bare = options.pop("bare", None) or self.bare
-        sites = {key: self.site(*key, bare) for key in [*wanted, *(edits or {})]}
+        sites = {key: self.site(*key, bare) for key in [*(edits or {}), *wanted]}  # edited before seen
         call = call or (lambda: bare(**inputs))
         return oracles.run(bare, call, sites, edits, formula=self.FORMULA, **options)
+
+    def is_inside(self, value: str) -> bool:
+        """Whether the value is recorded by writing attention out."""
+        return isinstance(self.SITES.get(value) or SITES[value], Inside)
 
     def recorded(self, value: str, steps: int = 0) -> oracles.Run:
         """A run of the bare model on `ids` with ``value`` recorded on every block: one forward pass, or generation.
 
         Shared by every value that is recorded the same way (by hooks, or by writing attention out).
         """
-        inside = isinstance(self.SITES.get(value) or SITES[value], Inside)
-        key = (inside, steps)
+        key = (self.is_inside(value), steps)
         if key not in self.loaded.recorded:
-            alike = [v for v in self.served() if isinstance(self.SITES.get(v) or SITES[v], Inside) == inside]
+            alike = [v for v in self.served() if self.is_inside(v) == key[0]]
             generate = (lambda: self.bare.generate(**self.inputs(), **oracles.greedy(steps))) if steps else None
             self.loaded.recorded[key] = self.oracle(alike, self.blocks, call=generate)
         return self.loaded.recorded[key]

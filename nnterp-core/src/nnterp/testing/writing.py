@@ -7,6 +7,7 @@ from torch import Tensor
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
 from nnterp.testing.edits import edit_of, moved, only_at, only_row, rows, spot
 from nnterp.testing.facts import ROOT_VALUES, Facts
+from nnterp.testing.oracles import Edit
 
 #: The values with an axis of heads.
 HEADED = tuple(
@@ -49,6 +50,41 @@ class Writing(Facts):
         logits = self.assigned(value, edit_of(value))
         assert_differs(logits, self.loaded.clean_logits)
         assert_close(logits, self.edited(value, self.edited_at(value), edit_of(value)), ULPS_AFTER_MODEL)
+
+    def test_edit_is_seen_by_every_value_after_it(self, value: str) -> None:
+        """Read in the trace that edits, the value is what was assigned, and all that follows is what it makes."""
+        host, name = self.host(value, self.EDITED)
+        place, edit = (value, self.edited_at(value)), edit_of(value)
+        edits = {place: edit}
+        if value == "layer_mid":
+            edits = self.mid_through_attention(edit)
+        if edits is None:
+            return
+        places = self.places(self.served())
+        after = places[places.index(place) + 1 :]
+        hosts = [self.host(*later) for later in after]
+        with self.model.trace(self.ids):
+            assigned = edit(getattr(host, name))
+            setattr(host, name, assigned)
+            read_back = getattr(host, name).clone().save()
+            assigned = assigned.clone().save()
+            read = [].save()
+            for later, attribute in hosts:
+                read.append(getattr(later, attribute).clone())
+        assert_same(read_back, assigned)
+        inside = self.oracle([v for v in self.served() if self.is_inside(v)], self.blocks, edits)
+        outside = self.oracle([v for v in self.served() if not self.is_inside(v)], self.blocks, edits)
+        for later, got in zip(after, read, strict=True):
+            assert_close(got, (inside if self.is_inside(later[0]) else outside)[later], ULPS_AFTER_MODEL)
+
+    def mid_through_attention(self, edit: Edit) -> dict | None:
+        """The edit of the attention's contribution that makes the stream in mid-block what ``edit`` makes it."""
+        summed = type(self).mid_sum is Facts.mid_sum and self.has(self.layout_name, "self_attn.attention_output")
+        if not summed:
+            return None
+        entering = self.recorded("layer_input")["layer_input", self.EDITED]
+        mid = edit(self.recorded("layer_mid")["layer_mid", self.EDITED])
+        return {("self_attn.attention_output", self.EDITED): lambda _: mid.reshape(entering.shape) - entering}
 
     def test_in_place_edit_is_the_assignment(self, value: str) -> None:
         host, name = self.host(value, self.EDITED)
