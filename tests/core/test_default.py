@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nnterp import StandardizedTransformer, Unavailable, UnsupportedFamily, axis_size, families, loading
+from nnterp import StandardizedTransformer, Unavailable, UnsupportedFamily, axis_size, families
 from nnterp.components import standard_children
 from nnterp.families import default
 
@@ -397,41 +397,3 @@ def test_it_needs_no_look_up_and_warns_of_none():
         warnings.simplefilter("error")
         assert load(module).family is default
     assert families.default is default
-
-
-# -- encoders ---------------------------------------------------------------------------------------------------------
-
-#: The types of the causal mapping that are encoders, encoder-decoders or cut out of one.
-# fmt: off
-ENCODERS = (
-    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
-    "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "pegasus", "plbart", "prophetnet",
-    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xlm",
-    "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
-)
-# fmt: on
-
-
-def test_encoders_are_refused_and_decoders_are_not():
-    for model_type in ENCODERS:
-        with pytest.raises(UnsupportedFamily, match="nnterp standardizes decoder-only transformers"):
-            loading.refuse_encoders(AutoConfig.for_model(model_type), model_type)
-    for model_type in set(CONFIGS) & set(CONFIG_MAPPING):
-        loading.refuse_encoders(AutoConfig.for_model(model_type, **CONFIGS[model_type]), model_type)
-
-
-BART = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("model_type", "sizes", "message"),
-    [
-        ("bert", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}, "'bert' is an encoder, whose"),
-        ("bart", {"d_model": 32, **BART}, "'bart' is an encoder-decoder"),
-        ("xlnet", {"d_model": 32, "n_layer": 2, "n_head": 2}, "'xlnet' is an encoder, whose"),
-    ],
-)
-def test_a_ready_encoder_is_refused(model_type, sizes, message):
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, vocab_size=50, **sizes))
-    with pytest.raises(UnsupportedFamily, match=message):
-        StandardizedTransformer(module)
