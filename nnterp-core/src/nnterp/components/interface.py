@@ -164,13 +164,14 @@ def unread(interleaver: Any, path: str, entry: str) -> bool:
     A worker runs only where what it waits for is handed out. While none waits for something of this module, none can
     begin to during the call.
     """
-    if interleaver.observers:
+    visits = getattr(interleaver, VISITS, None)
+    if visits is None or interleaver.observers:
         return False
     for location in interleaver.parked:
         if location.startswith(path):
             return False
     locations, counts = interior(path), interleaver.counts
-    visits, call = interleaver.__dict__.setdefault(VISITS, {}), counts.get(entry)
+    call = counts.get(entry)
     if visits.get(locations[0], -1) == call:
         return False  # a second call of the interface in one of the module
     for location in locations:  # each from its own: scores have had no visits while another implementation ran

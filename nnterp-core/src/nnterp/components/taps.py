@@ -70,7 +70,10 @@ def visited(interleaver: Any, path: str, entry: str, name: str) -> str:
     which is what a step of ``generate`` is counted by.
     """
     location = first = f"{path}.{name}"
-    call, visits, number = interleaver.counts.get(entry), interleaver.__dict__.setdefault(VISITS, {}), 0
+    visits = getattr(interleaver, VISITS, None)
+    if visits is None:  # not of a standardized model: of one that wraps the same modules, or a server's
+        visits = interleaver.visits = {}
+    call, number = interleaver.counts.get(entry), 0
     while visits.get(location, -1) == call:
         number += 1
         location = f"{first}_{number}"
