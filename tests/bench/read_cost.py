@@ -8,7 +8,7 @@ import torch
 from measure import Row, Samples, in_ms
 from nnsight.modeling.transformers import TransformersModel
 from subjects import llama, one_thread, tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from nnterp import StandardizedTransformer
 
@@ -19,9 +19,9 @@ WHAT = "reads"
 
 LAYERS = 12
 TOKENS = 16
-#: Models are built anew each round: where a model's weights lie in memory is worth a percent.
-ROUNDS = 3
-TURNS = 120
+#: Models are built anew each round: where in memory one lies is worth two percent.
+ROUNDS = 9
+TURNS = 40
 
 
 def rows() -> list[Row]:
@@ -29,8 +29,14 @@ def rows() -> list[Row]:
     ids = torch.randint(0, 256, (1, TOKENS))
     samples = Samples()
     with one_thread():
+        weights = llama(LAYERS).state_dict()
         for _ in range(ROUNDS):
-            subjects = {**with_hooks(ids), **with_nnsight(ids), **with_nnterp(ids)}
+            subjects = {
+                **with_hooks(llama(LAYERS, weights=weights), ids),
+                **with_nnsight(llama(LAYERS, weights=weights), ids),
+                **with_operations(llama(LAYERS, weights=weights), ids),
+                **with_nnterp(llama(LAYERS, weights=weights), ids),
+            }
             for run in subjects.values():
                 run(None)  # the first run compiles and installs
             samples.interleave(subjects, TURNS)
@@ -47,8 +53,8 @@ def rows() -> list[Row]:
     ]
 
 
-def with_nnterp(ids: Tensor) -> dict[str, Run]:
-    model = StandardizedTransformer(llama(LAYERS), tokenizer=tokenizer())
+def with_nnterp(module: nn.Module, ids: Tensor) -> dict[str, Run]:
+    model = StandardizedTransformer(module, tokenizer=tokenizer())
 
     def blocks(_: Any) -> Any:
         with model.trace(ids):
@@ -73,29 +79,12 @@ def with_nnterp(ids: Tensor) -> dict[str, Run]:
     }
 
 
-def with_nnsight(ids: Tensor) -> dict[str, Run]:
-    text = tokenizer()
-    model = TransformersModel(llama(LAYERS), task="text-generation", tokenizer=text)
-    # A model of its own: entering a forward's operations leaves it slower for good.
-    entered = TransformersModel(llama(LAYERS), task="text-generation", tokenizer=text)
-    # The last operation of that name is the attention call; its label counts on from release to release.
-    call = [name for name in entered.model.layers[0].self_attn.source.names if name.startswith("attention_interface")][
-        -1
-    ]
+def with_nnsight(module: nn.Module, ids: Tensor) -> dict[str, Run]:
+    model = TransformersModel(module, task="text-generation", tokenizer=tokenizer())
 
     def blocks(_: Any) -> Any:
         with model.trace(ids):
             read = nnsight.save([model.model.layers[i].output for i in range(LAYERS)])
-        return read
-
-    def patterns(_: Any) -> Any:
-        with entered.trace(ids):
-            read = nnsight.save(
-                [
-                    getattr(entered.model.layers[i].self_attn.source, call).source.nn_functional_dropout_0.output
-                    for i in range(LAYERS)
-                ]
-            )
         return read
 
     def logits(_: Any) -> Any:
@@ -105,15 +94,29 @@ def with_nnsight(ids: Tensor) -> dict[str, Run]:
 
     return {
         "nnsight blocks": blocks,
-        "nnsight patterns": patterns,
         "nnsight logits": logits,
         "nnsight untraced": lambda _: model._module(ids),
     }
 
 
-def with_hooks(ids: Tensor) -> dict[str, Run]:
-    model = llama(LAYERS)
+def with_operations(module: nn.Module, ids: Tensor) -> dict[str, Run]:
+    """nnsight's way into a forward, on a model of its own: it leaves the model slower for good."""
+    model = TransformersModel(module, task="text-generation", tokenizer=tokenizer())
+    attentions = [block.self_attn for block in model.model.layers]
+    # The last operation of that name is the attention call; its label counts on from release to release.
+    call = [name for name in attentions[0].source.names if name.startswith("attention_interface")][-1]
 
+    def patterns(_: Any) -> Any:
+        with model.trace(ids):
+            read = nnsight.save(
+                [getattr(attn.source, call).source.nn_functional_dropout_0.output for attn in attentions]
+            )
+        return read
+
+    return {"nnsight patterns": patterns}
+
+
+def with_hooks(model: nn.Module, ids: Tensor) -> dict[str, Run]:
     def blocks(_: Any) -> Any:
         read: list[Tensor] = []
         hooks = [block.register_forward_hook(lambda *call: read.append(call[-1])) for block in model.model.layers]

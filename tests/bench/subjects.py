@@ -1,13 +1,13 @@
 """The models that are measured: Llamas whose own arithmetic is small, so that what is around it shows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import nnsight  # noqa: F401 - before any modeling module of transformers
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 
@@ -17,8 +17,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def llama(layers: int, width: int = 64) -> nn.Module:
-    """A ready Llama of ``layers`` blocks, with eager attention and random weights."""
+def llama(layers: int, width: int = 64, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """A ready Llama of ``layers`` blocks, with eager attention and random weights.
+
+    Or with ``weights``, another's state, as its own: models that share memory do not push each other out of the caches.
+    """
     config = LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=width,
@@ -28,7 +31,10 @@ def llama(layers: int, width: int = 64) -> nn.Module:
         vocab_size=256,
         attn_implementation="eager",
     )
-    return AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    if weights is not None:
+        model.load_state_dict(weights, assign=True)
+    return model
 
 
 @contextmanager
