@@ -179,7 +179,7 @@ def mismatch(host: Standard, value: EProperty, shape: tuple[int, ...] | None, co
     """Why what was served is not ``value``, or None: never served, served several times, or of another shape."""
     attribute = None if value.key is None else value.attribute(value.path(host))
     if shape is None:
-        return NOT_ON_INTERFACE if attribute in interface.HEAD_AXIS else "its module is not called in a forward"
+        return NOT_ON_INTERFACE if attribute in interface.INTERIOR else "its module is not called in a forward"
     if value.key is not None and several(value._location(host), counts):
         return "it is computed several times in one forward, and a name does not show which of them is meant"
     expected = tuple(size(host, axis) for axis in value.dims)

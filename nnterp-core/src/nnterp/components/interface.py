@@ -27,8 +27,8 @@ SCORES = "attention_scores"
 PROBABILITIES = "attention_probabilities"
 HEAD_OUTPUTS = "attention_head_outputs"
 
-#: Where the head axis is in each location: what a tensor-parallel run gathers over.
-HEAD_AXIS = {INPUTS: 1, SCORES: 1, PROBABILITIES: 1, HEAD_OUTPUTS: 2}
+#: The locations inside an attention call, in the order in which they are served.
+INTERIOR = (INPUTS, SCORES, PROBABILITIES, HEAD_OUTPUTS)
 
 
 # -- the two taps of an eager attention function ----------------------------------------------------------------------
@@ -155,7 +155,7 @@ def serving_call(attend: Callable, heads_first: bool = False) -> Callable:
 @cache
 def interior(path: str) -> tuple[str, ...]:
     """The locations inside the attention at ``path``."""
-    return tuple(f"{path}.{name}" for name in HEAD_AXIS)
+    return tuple(f"{path}.{name}" for name in INTERIOR)
 
 
 def unread(interleaver: Any, path: str, entry: str) -> bool:

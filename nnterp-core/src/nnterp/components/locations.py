@@ -100,6 +100,6 @@ def refuse_late(what: str, kind: str, host: Any) -> None:
     mediator = getattr(getcurrent(), "mediator", None)
     if not ready and mediator is not None and mediator().occurrence(f"{host.path}.input"):
         raise SourceNotAvailable(
-            f"{what} is served by the operations inside {host.path}, which has already been called in this run: ask for "
-            f"them from the first call on, or set `sourced = True` on {kind} to have them there from the start"
+            f"{what} is served by the operations inside {host.path}, which has already been called in this run: ask "
+            f"for them from the first call on, or set `sourced = True` on {kind} to have them there from the start"
         )
