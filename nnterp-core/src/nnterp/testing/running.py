@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from nnterp import StandardizedTransformer
 from nnterp.testing import checkpoint
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
-from nnterp.testing.edits import edit_of, moved, noise
+from nnterp.testing.edits import edit_of, moved, noise, only_row, rows
 from nnterp.testing.facts import ROOT_VALUES, Facts
 from nnterp.testing.oracles import greedy
 
@@ -59,20 +59,28 @@ class Running(Facts):
         assert_close(early, streams[1], ULPS_AFTER_MODEL)
         assert_close(late, expected[2], ULPS_AFTER_MODEL)
 
-    def test_edit_at_one_step_of_generation(self, value: str) -> None:
+    def test_edit_at_one_step_by_one_invoke(self, value: str) -> None:
+        """Of two that generate together: one reads and is untouched, the other edits its row at the second step."""
         host, name = self.host(value, self.EDITED)
-        edit, place = edit_of(value), self.place(value)
-        expected = self.edited_run(*place, edit, at_call=1, call=self.stepwise).output
-        with self.model.generate(self.ids, **GREEDY) as tracer:
-            logits = [].save()
-            for step in tracer.iter[0:STEPS]:
-                if step == 1:
-                    setattr(host, name, edit(getattr(host, name)))
-                logits.append(self.model.logits[:, -1].clone())
-            tokens = tracer.result.save()
-        assert_same(tokens, expected.sequences)
-        for got, bare in zip(logits, expected.logits, strict=True):
-            assert_close(got, bare, ULPS_AFTER_MODEL)
+        dims, edit, place = self.dims(value), edit_of(value), self.place(value)
+        expected = self.edited_run(*place, only_row(1, 2, dims, edit), at_call=1, call=self.stepwise).output
+        with self.model.generate(**GREEDY) as tracer:
+            with tracer.invoke(self.ids[:1]):
+                read, untouched = [].save(), [].save()
+                for _ in tracer.iter[0:STEPS]:
+                    read.append(getattr(host, name).clone())
+                    untouched.append(self.model.logits[:, -1].clone())
+            with tracer.invoke(self.ids[1:]):
+                logits = [].save()
+                for step in tracer.iter[0:STEPS]:
+                    if step == 1:
+                        setattr(host, name, edit(getattr(host, name)))
+                    logits.append(self.model.logits[:, -1].clone())
+        clean = self.recorded(value, STEPS).calls[place]
+        for step, bare in enumerate(expected.logits):
+            assert_close(read[step], rows(clean[step], dims, 2, 0), ULPS_AFTER_MODEL)
+            assert_close(untouched[step], bare[:1], ULPS_AFTER_MODEL)
+            assert_close(logits[step], bare[1:], ULPS_AFTER_MODEL)
 
     def test_in_place_edit_of_what_is_cached_stays(self, value: str) -> None:
         """In the key/value cache, for the steps to come, where an assignment acts on its own call alone."""
