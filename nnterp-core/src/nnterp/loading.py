@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pkgutil import resolve_name
 from typing import Any
 
+from nnsight import Envoy
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from torch import nn
 
@@ -100,6 +101,18 @@ def base_envoys(repo_id: Any, kwargs: dict) -> dict:
         return {}
     restore_parameter_plan()
     return tp_envoys()
+
+
+def envoy_classes(*maps: dict) -> dict:
+    """The envoy class of each module by type or name, a later map over an earlier one.
+
+    Where all keys are types there is one for every module: nnsight otherwise spells the path of each module that has
+    none in every way the aliases allow, to look for it among the names.
+    """
+    merged = {key: kind for each in maps for key, kind in each.items()}
+    if not any(isinstance(key, str) for key in merged):
+        merged.setdefault(nn.Module, Envoy)
+    return merged
 
 
 def interleaver(kind: type) -> Any:

@@ -88,12 +88,9 @@ class StandardizedTransformer(Standardized, TransformersModel):
             repo_id,
             *args,
             rename={**self.family.RENAME, **(rename or {})},
-            envoys={
-                **loading.base_envoys(repo_id, kwargs),
-                nn.ModuleList: Blocks,
-                **self.family.ENVOYS,
-                **(envoys or {}),
-            },
+            envoys=loading.envoy_classes(
+                loading.base_envoys(repo_id, kwargs), {nn.ModuleList: Blocks}, self.family.ENVOYS, envoys or {}
+            ),
             **kwargs,
         )
         loading.check_names(self, rename or {})
