@@ -306,6 +306,14 @@ def test_a_checkpoint_that_is_not_there(capsys, tmp_path):
     assert "cannot load" in capsys.readouterr().err
 
 
+def test_a_checkpoint_without_a_tokenizer(small_checkpoint, capsys, tmp_path):
+    for file in small_checkpoint.iterdir():
+        if "token" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert cli.main(["demo", str(tmp_path), "--no-html", "--device", "cpu"]) == 1
+    assert "okenizer" in capsys.readouterr().err
+
+
 def test_support_command(small_checkpoint, capsys):
     assert cli.main(["support", str(small_checkpoint), "--attn", "sdpa"]) == 0
     printed = capsys.readouterr().out

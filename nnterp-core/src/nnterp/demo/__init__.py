@@ -13,7 +13,7 @@ from typing import Any
 
 from nnterp import StandardizedTransformer, Unavailable
 from nnterp.demo import script
-from nnterp.demo.prepared import PREPARED, load
+from nnterp.demo.prepared import PREPARED, CannotLoad, load
 from nnterp.demo.terminal import Terminal
 from nnterp.demo.wording import conclusion
 
@@ -51,12 +51,15 @@ def run(names: Sequence[str], html: Path | None, terminal: Terminal | None = Non
     """Examine checkpoints one after the other, print the findings and write them to ``html`` (None writes nothing).
 
     ``names`` are directories, hub ids or names in `nnterp.demo.prepared`; ``kwargs`` go to `StandardizedTransformer`.
+    Raises CannotLoad for a name that is no checkpoint, or one without a tokenizer.
     """
     terminal = terminal or Terminal()
     examined = []
     for name in names:
         with terminal.waiting(f"loading {name}"):
             model = load(name, terminal.step, dispatch=True, attn_implementation="eager", **kwargs)
+        if model.tokenizer is None or not model.tokenizer("text")["input_ids"]:
+            raise CannotLoad(f"{name!r} has no tokenizer, and the demo reads text")
         note = PREPARED[name].note if name in PREPARED else ""
         terminal.title(name, note)
         examined.append(Examined(name, note, facts(model), []))

@@ -55,7 +55,7 @@ OPPOSITES = [("hot", "cold"), ("big", "small"), ("old", "young"), ("happy", "sad
 BRIGHT = ["happy", "joyful", "wonderful", "delightful", "fantastic", "great", "good"]
 DARK = ["sad", "miserable", "terrible", "awful", "horrible", "sick", "bad"]
 
-STEPS, REPEATED_ROWS, TEXT_ROWS, CONTEXT, LEARNING_RATE = 1000, 20, 16, 40, 5e-3
+STEPS, REPEATED_ROWS, TEXT_ROWS, CONTEXT, LEARNING_RATE = 800, 16, 12, 40, 5e-3
 SHAPE = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.1}
 DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -78,7 +78,8 @@ def train(report: Report, steps: int = STEPS) -> tuple[Any, PreTrainedTokenizerB
     chance = random.Random(0)
     generator = torch.Generator().manual_seed(0)
     tokenizer = tokenizer_of([sentence(chance) for _ in range(3000)])
-    words = torch.tensor([i for token, i in tokenizer.get_vocab().items() if token.startswith("Ġ") and len(token) > 3])
+    vocabulary = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    words = torch.tensor([i for i, token in enumerate(vocabulary) if token.startswith("Ġ") and len(token) > 3])
     stream = text_stream(tokenizer, chance)
     config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, pad_token_id=0, **SHAPE, **DROPOUT)
     with torch.random.fork_rng(devices=[]):
@@ -98,7 +99,7 @@ def train(report: Report, steps: int = STEPS) -> tuple[Any, PreTrainedTokenizerB
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if (step + 1) % 250 == 0:
+        if (step + 1) % 200 == 0:
             report(f"step {step + 1} of {steps}: {loss.item():.2f} nats a token")
     return model.eval(), tokenizer
 
