@@ -190,17 +190,17 @@ class EProperty(eproperty):
                 )
         return f"{host.path}.{'input' if attribute == 'inputs' else attribute}"
 
-    def _require(self, obj: Any, reason: str | None) -> Mediator:
-        """The worker that reads or assigns the value; raises where there is none, or for ``reason``."""
-        mediator = getattr(getcurrent(), "mediator", None)
+    def _in_this_run(self, obj: Any) -> str:
+        """The location to ask the run for; raises where there is no such value on ``obj``, or no run."""
+        reason, *place = self._find(obj)
         if reason is not None:
             raise Unavailable(f"{self.name} of {obj.path} ({type(obj._module).__name__}) is unavailable: {reason}")
-        if mediator is None:
+        if getattr(getcurrent(), "mediator", None) is None:
             raise ValueError(
                 f"{self.name} of {obj.path} exists only while the model runs: read or assign it inside a "
                 f"`with model.trace(...):` block, and .save() it there to keep it"
             )
-        return mediator()
+        return self._served_at(obj, *place)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -208,10 +208,9 @@ class EProperty(eproperty):
         if obj is None:
             return self
         try:
-            reason, *place = self._find(obj)
-            mediator = self._require(obj, reason)
-            location = self._served_at(obj, *place)
+            location = self._in_this_run(obj)
             if self._transform is not None:
+                mediator = Mediator.current(location)
                 occurrence = mediator.wanted(location)
                 waiting = mediator.transform
                 if waiting is not None and waiting.key == (self, location, occurrence):
@@ -258,9 +257,7 @@ class EProperty(eproperty):
             mounted = f"{Envoy.OVERLOAD_PREFIX}{self.name}"
             obj.__dict__[mounted], obj._aliases[mounted] = value, self.name
             return
-        reason, *place = self._find(obj)
-        self._require(obj, reason)
-        location = self._served_at(obj, *place)
+        location = self._in_this_run(obj)
         raw = Mediator.value(location)
         element = self._pick(obj, raw)
         self.check(obj, value, self._view(obj, element))
@@ -367,7 +364,7 @@ class DerivedEProperty(EProperty):
     def __get__(self, obj: Any, owner: Any = None) -> Any:
         if obj is None:
             return self
-        self._require(obj, self.reason(obj))
+        self._in_this_run(obj)
         try:
             return self.compute(obj)
         except AttributeError as error:
