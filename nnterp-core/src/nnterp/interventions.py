@@ -144,7 +144,8 @@ def patchscope_lens(
 
     Args:
         source_prompts: the texts whose hidden states are looked into.
-        target_patch_prompts: where they are put, one prompt for all sources or one for each; `repeat_prompt` by default.
+        target_patch_prompts: where they are put, one prompt for all sources or one for each; by default
+            `repeat_prompt`.
         layers: the blocks, all by default.
         latents: hidden states ``[layers, sources, hidden_size]`` in place of ``source_prompts``.
 
