@@ -144,40 +144,38 @@ class EProperty(eproperty):
 
     def reason(self, obj: Any) -> str | None:
         """Why this value is not available on ``obj``, or None when it is."""
-        return self._find(obj)[0]
+        return self._find(obj, enter=False)[0]
 
-    def _find(self, obj: Any) -> tuple[str | None, Any, tuple[str, ...], str]:
-        """``(reason, host, operations, attribute)``: why there is no such value on ``obj``, or where it is.
+    def _find(self, obj: Any, enter: bool) -> tuple[str | None, str]:
+        """``(reason, location)``: why there is no such value on ``obj``, or the location that serves it.
 
-        The envoy that its path reaches, what is left of the path inside that module's forward, and the attribute
-        served there.
+        With ``enter``, the operations on the way are put in place; without, the path is followed as far as to the
+        module whose forward they are in.
         """
         reason = self._unavailable(obj) if callable(self._unavailable) else self._unavailable
         reason = reason or getattr(obj, "refused", {}).get(self.name)
         if reason is not None or self.key is None:
-            return reason, obj, (), self.name
-        from_root, ups, segments, attribute = parsed(self.path(obj))
+            return reason, ""
+        path = self.key if isinstance(self.key, str) else self.path(obj)
+        from_root, ups, segments, attribute = parsed(path)
         host = obj.root if from_root else obj
         for _ in range(ups):
             host = host.parent
         for index, segment in enumerate(segments):
             if segment == "source":
-                return None, host, segments[index:], attribute
+                host = self._operation(obj, host, segments[index:]) if enter else host
+                break
             found = child(host, segment)
             if found is None:
-                return f"no {segment} module on this {role(host)}", host, (), attribute
+                return f"no {segment} module on this {role(host)}", ""
             host = found
         if attribute in getattr(type(host), "TAPS", ()):
             reason = host.tap_reason(attribute)
-        return reason, host, (), attribute
+        return reason, f"{host.path}.{'input' if attribute == 'inputs' else attribute}"
 
-    def _location(self, obj: Any) -> str:
-        _, host, operations, attribute = self._find(obj)
-        return self._served_at(obj, host, operations, attribute)
-
-    def _served_at(self, obj: Any, host: Any, operations: tuple[str, ...], attribute: str) -> str:
-        """The location that serves the value, with the operations it is inside of in place."""
-        for operation in operations:
+    def _operation(self, obj: Any, host: Any, path: tuple[str, ...]) -> Any:
+        """The operation at ``path`` from ``host``, with the operations on the way put in place."""
+        for operation in path:
             if operation == "source":
                 refuse_late(f"{self.name} of {obj.path}", type(obj).__name__, host)
                 host = host.source
@@ -188,19 +186,23 @@ class EProperty(eproperty):
                     f"{self.name} of {obj.path} is read at {self.path(obj)!r}, and there is no operation {operation!r} "
                     f"in that forward; there are: {', '.join(host.names)}"
                 )
-        return f"{host.path}.{'input' if attribute == 'inputs' else attribute}"
+        return host
+
+    def _location(self, obj: Any) -> str:
+        return self._find(obj, enter=True)[1]
 
     def _in_this_run(self, obj: Any) -> str:
         """The location to ask the run for; raises where there is no such value on ``obj``, or no run."""
-        reason, *place = self._find(obj)
+        running = getattr(getcurrent(), "mediator", None) is not None
+        reason, location = self._find(obj, enter=running)
         if reason is not None:
             raise Unavailable(f"{self.name} of {obj.path} ({type(obj._module).__name__}) is unavailable: {reason}")
-        if getattr(getcurrent(), "mediator", None) is None:
+        if not running:
             raise ValueError(
                 f"{self.name} of {obj.path} exists only while the model runs: read or assign it inside a "
                 f"`with model.trace(...):` block, and .save() it there to keep it"
             )
-        return self._served_at(obj, *place)
+        return location
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
