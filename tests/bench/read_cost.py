@@ -45,7 +45,7 @@ def rows() -> list[Row]:
         in_ms(blocks, "nnsight", samples, "nnterp blocks", "nnsight blocks", 1.05),
         in_ms(patterns, "nnsight, .source", samples, "nnterp patterns", "nnsight patterns", 0.85),
         in_ms(patterns, "nnterp, layer_output", samples, "nnterp patterns", "nnterp blocks", 1.08),
-        in_ms("logits, nothing inside", "nnsight", samples, "nnterp logits", "nnsight logits", 1.03),
+        in_ms("logits, nothing inside", "nnsight", samples, "nnterp logits", "nnsight logits", 1.04),
         in_ms("a forward outside a trace", "nnsight", samples, "nnterp untraced", "nnsight untraced", 1.03),
         in_ms(blocks, "torch hooks", samples, "nnterp blocks", "hooked blocks"),
         in_ms(blocks, "a bare forward", samples, "nnterp blocks", "bare forward"),
