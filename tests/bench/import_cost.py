@@ -6,7 +6,7 @@ import sys
 from measure import Row, Samples, in_ms
 
 WHAT = "imports"
-TURNS = 5
+TURNS = 6
 
 #: Prints the CPU seconds, user and system, of two steps.
 PROCESS = """
