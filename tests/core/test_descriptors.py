@@ -366,7 +366,7 @@ def test_a_value_of_some_blocks_alone(checkpoint):
     assert model.support()["extra"][0] == "no extra value on this block's class"
 
 
-# -- pickling -----------------------------------------------------------------------------------------------------------
+# -- pickling ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_class_shipped_by_value_serves_its_values(checkpoint, monkeypatch):
