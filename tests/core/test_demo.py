@@ -39,6 +39,14 @@ class Loads(HTMLParser):
         self.words.append(data)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def hundred_columns():
+    """Paragraphs break where these tests expect them to, whatever terminal runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "100")
+        yield
+
+
 def run_quietly(names, html, **kwargs):
     stream = io.StringIO()
     examined = demo.run(names, html, Terminal(stream), device="cpu", **kwargs)
@@ -314,10 +322,14 @@ def test_a_checkpoint_without_a_tokenizer(small_checkpoint, capsys, tmp_path):
     assert "okenizer" in capsys.readouterr().err
 
 
-def test_support_command(small_checkpoint, capsys):
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_support_command(small_checkpoint, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert cli.main(["support", str(small_checkpoint), "--attn", "sdpa"]) == 0
     printed = capsys.readouterr().out
-    assert "self_attn.attention_queries" in printed and "0 of 4 [1]" in printed
+    assert re.search(r"^self_attn.attention_queries +4 of 4 ", printed, re.MULTILINE)
+    assert re.search(r"^self_attn.attention_scores +0 of 4 \[1\] ", printed, re.MULTILINE)
+    assert all(len(line) <= columns for line in printed.splitlines())
     assert cli.main(["support", str(small_checkpoint), "--layer", "-1"]) == 0
     assert "logits" not in capsys.readouterr().out
     assert cli.main(["support", str(small_checkpoint), "--layer", "9"]) == 1

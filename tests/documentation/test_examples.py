@@ -3,6 +3,9 @@
 A document's python blocks run as one script. What it prints must be, line by line, what stands in comments: at the end
 of a ``print`` line, or alone on the lines after it. A hub id is replaced by a checkpoint of that shape with random
 weights and the real tokenizer, so nothing here depends on what a model has learned.
+
+A block fenced as ``py`` is a file that a reader writes in a package of their own, and is not run; the sample plugin in
+``tests/plugins`` is one.
 """
 
 import re

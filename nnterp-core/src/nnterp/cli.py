@@ -82,10 +82,10 @@ def families(options: argparse.Namespace) -> int:
     terminal = Terminal()
     plugins = found.plugins()
     rows = [
-        (plugin.name, f"{plugin.distribution} {plugin.version}", plugin.error or plugin.state, str(len(served(plugin))))
+        (plugin.name, f"{plugin.distribution} {plugin.version}", str(len(served(plugin))), plugin.error or plugin.state)
         for plugin in plugins
     ]
-    terminal.table(rows, ("plugin", "distribution", "state", "types"), right=[3])
+    terminal.table(rows, ("plugin", "distribution", "types", "state"), right=[2])
     for plugin in plugins:
         if served(plugin):
             terminal.heading(plugin.name)

@@ -90,8 +90,8 @@ class Terminal:
                 if row.blocks is None
                 else f"{row.blocks} of {finding.num_layers}"
             )
-            rows.append((row.value, row.axes, where + mark))
-        self.table(rows, ("value", "axes", "blocks"))
+            rows.append((row.value, where + mark, row.axes))
+        self.table(rows, ("value", "blocks", "axes"))
         for reason, number in notes.items():
             self.paragraph(f"[{number}] {reason}")
 
