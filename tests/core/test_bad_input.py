@@ -194,9 +194,79 @@ def test_derived_values_are_read_only(model):
 
 
 def test_values_against_the_order_of_the_forward(model):
-    with mistake(OutOfOrderError), model.trace(IDS):
+    late = ("layer_mid of", re.escape(model.layers[1].path), "run past it", r"model\.order\(\)")
+    with mistake(OutOfOrderError, *late), model.trace(IDS):
         model.layers[2].layer_output.save()
-        model.layers[1].layer_output.save()  # here
+        model.layers[1].layer_mid.save()  # here
+    with mistake(OutOfOrderError, *late), model.trace(IDS):
+        model.layers[2].layer_output.save()
+        model.layers[1].layer_mid = torch.zeros(2, 6, WIDTH)  # here
+
+
+def test_a_value_inside_a_block_that_is_skipped(model):
+    with mistake(OutOfOrderError, "attention_output of", "not served in this run", "skipped"), model.trace(IDS):
+        model.skip_layer(1)
+        model.layers[1].self_attn.attention_output.save()  # here
+
+
+def test_a_loop_over_more_steps_than_there_are_ends_with_them(model):
+    with pytest.warns(UserWarning, match="never reached"), model.generate(IDS, max_new_tokens=2) as tracer:
+        streams = [].save()
+        for _ in tracer.iter[:5]:
+            streams.append(model.layers[1].layer_output)
+    assert 1 <= len(streams) <= 2
+
+
+def test_a_value_of_another_model(model, small_checkpoint):
+    """Its location has the same name, and would be answered with the traced model's value."""
+    other = StandardizedTransformer(str(small_checkpoint), dispatch=True, attn_implementation="eager")
+    expected = logits(other)
+    for host, value, zeros in (
+        (other.layers[1], "layer_output", torch.zeros(2, 6, WIDTH)),
+        (other, "logits", expected),
+    ):
+        what = (value, re.escape(host.path), "another model")
+        with mistake(ValueError, *what), model.trace(IDS):
+            getattr(host, value).save()  # here
+        with mistake(ValueError, *what), model.trace(IDS):
+            setattr(host, value, zeros)  # here
+    with mistake(ValueError, "next_token_probs", "another model"), model.trace(IDS):
+        other.next_token_probs.save()  # here
+    assert logits(other).equal(expected)
+
+
+def test_an_edited_copy_of_a_model_is_that_model(model):
+    with model.edit() as (_, edited):
+        edited.layers[1].layer_output[:] = 0
+    with edited.trace(IDS):
+        model.layers[1].layer_output[:] = model.layers[1].layer_output + 1
+        stream = edited.layers[1].layer_output.clone().save()
+    assert stream.eq(1).all()
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"num_return_sequences": 3, "do_sample": True}])
+def test_several_rows_for_a_prompt_in_one_of_two_invokes(model, options):
+    """An invoke would see, and edit, the rows of the other as well."""
+    rows = 2 * max(value for value in options.values() if type(value) is int)
+    with mistake(ValueError, "layer_output", f"{rows} rows", "gave it 2"), model.generate(**options) as tracer:
+        with tracer.invoke(IDS[:1], max_new_tokens=2):
+            model.layers[1].layer_output[:] = 0  # here
+        with tracer.invoke(IDS[1:]):
+            model.logits.save()
+    with model.generate(IDS, max_new_tokens=2, **options):
+        stream = model.layers[1].layer_output.save()
+    assert stream.shape == (rows, 6, WIDTH)
+
+
+def test_a_trace_without_a_prompt(model):
+    for inputs in ((), ([],)):
+        with mistake(ValueError, "logits of model", "given a prompt"), model.trace(*inputs):
+            model.logits.save()  # here
+
+
+def test_the_logits_of_a_call_that_returns_a_tuple(model):
+    with mistake(ValueError, "logits of model", "tuple", "'logits'"), model.trace(IDS, return_dict=False):
+        model.logits.save()  # here
 
 
 def test_sizes_are_read_only(model):

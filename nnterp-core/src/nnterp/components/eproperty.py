@@ -15,10 +15,22 @@ import torch
 from greenlet import getcurrent
 from nnsight import Envoy
 from nnsight.intervention.eproperty import WriteBack, eproperty
-from nnsight.intervention.interleaver import Mediator
+from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from nnsight.intervention.source import SourceNotAvailable
 
-from nnterp.components.locations import FIRST, Select, child, pack, parsed, pick, refuse_late
+from nnterp.components.gradients import ROWS_OF_A_BATCH, gradient_in_base
+from nnterp.components.locations import (
+    FIRST,
+    Select,
+    child,
+    missed,
+    pack,
+    parsed,
+    pick,
+    refuse_late,
+    refuse_mixed_rows,
+    refuse_other_model,
+)
 
 Reason = str | Callable[[Any], str | None] | None
 
@@ -161,6 +173,8 @@ class EProperty(eproperty):
         host = obj.root if from_root else obj
         for _ in range(ups):
             host = host.parent
+            if host is None:
+                return f"its path {path!r} leads above the model", ""
         for index, segment in enumerate(segments):
             if segment == "source":
                 host = self._operation(obj, host, segments[index:]) if enter else host
@@ -193,14 +207,17 @@ class EProperty(eproperty):
 
     def _in_this_run(self, obj: Any) -> str:
         """The location to ask the run for; raises where there is no such value on ``obj``, or no run."""
-        running = getattr(getcurrent(), "mediator", None) is not None
+        mediator = getattr(getcurrent(), "mediator", None)
+        running = mediator is not None
+        if running and (run := mediator().interleaver) is not obj.interleaver:
+            refuse_other_model(f"{self.name} of {obj.path}", obj, run)
         reason, location = self._find(obj, enter=running)
         if reason is not None:
             raise Unavailable(f"{self.name} of {obj.path} ({type(obj._module).__name__}) is unavailable: {reason}")
         if not running:
             raise ValueError(
                 f"{self.name} of {obj.path} exists only while the model runs: read or assign it inside a "
-                f"`with model.trace(...):` block, and .save() it there to keep it"
+                f"`with model.trace(...):` block that is given a prompt, and .save() it there to keep it"
             )
         return location
 
@@ -217,10 +234,12 @@ class EProperty(eproperty):
                 waiting = mediator.transform
                 if waiting is not None and waiting.key == (self, location, occurrence):
                     return waiting.view
-            raw = Mediator.value(location)
+            raw = self._served(obj, location)
             alone = self.select in (None, FIRST) and isinstance(raw, torch.Tensor)
             element = raw if alone else self._pick(obj, raw)
             value = self._view(obj, element)
+            if obj.interleaver.batcher is not None:
+                refuse_mixed_rows(self, obj, value)
             if value is not element or hasattr(element, ROWS_OF_A_BATCH):
                 gradient_in_base(value)
             if self._transform is not None:
@@ -230,6 +249,13 @@ class EProperty(eproperty):
         except AttributeError as error:
             # A property's AttributeError turns into "no such attribute" on the way out, which hides where it came from.
             raise RuntimeError(f"reading {self.name} of {obj.path} failed: {error}") from error
+
+    def _served(self, obj: Any, location: str) -> Any:
+        try:
+            return Mediator.value(location)
+        except OutOfOrderError as error:  # the same one, by which nnsight knows the end of a loop over steps
+            error.args = (missed(f"{self.name} of {obj.path}", location),)
+            raise
 
     def _view(self, obj: Any, element: Any) -> Any:
         return element if self._preprocess is None else self._preprocess(obj, element)
@@ -260,9 +286,10 @@ class EProperty(eproperty):
             obj.__dict__[mounted], obj._aliases[mounted] = value, self.name
             return
         location = self._in_this_run(obj)
-        raw = Mediator.value(location)
-        element = self._pick(obj, raw)
-        self.check(obj, value, self._view(obj, element))
+        raw = self._served(obj, location)
+        replaced = self._view(obj, self._pick(obj, raw))
+        refuse_mixed_rows(self, obj, replaced)
+        self.check(obj, value, replaced)
         if self._postprocess is not None:
             value = self._postprocess(obj, value)
         Mediator.swap(location, self._pack(obj, raw, value))
@@ -304,24 +331,6 @@ class Flattened(EProperty):
 
     def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
         return EProperty._pack(self, obj, raw, value.reshape(self._pick(obj, raw).shape))
-
-
-#: What nnsight marks a tensor with whose gradient it is to find in that of its base.
-ROWS_OF_A_BATCH = "_nnsight_batch"
-
-
-def gradient_in_base(value: Any) -> None:
-    """Have nnsight find the gradient of a view, which the model does not go on with, in that of the tensor viewed.
-
-    nnsight does so for the rows of an invoke, and reads the gradient as the tensor is laid out; here it is laid out so.
-    """
-    base = value._base if isinstance(value, torch.Tensor) else None
-    if base is not None and base.requires_grad:
-        setattr(value, ROWS_OF_A_BATCH, True)
-        shape, laid_out = base.shape, base.stride()  # not the tensor, which would then hold itself
-        base.register_hook(
-            lambda grad: grad if grad.stride() == laid_out else grad.new_empty_strided(shape, laid_out).copy_(grad)
-        )
 
 
 def _rebuild(cls: type, state: dict) -> "EProperty":

@@ -43,6 +43,8 @@ def pick(raw: Any, attribute: str, select: Any) -> Any:
     An input is served as ``(args, kwargs)``; ``input`` without a selection is the first argument.
     """
     if attribute not in ("input", "inputs"):
+        if isinstance(select, str) and select is not FIRST and isinstance(raw, (tuple, list)):
+            raise LookupError(f"it returned a {type(raw).__name__}, and the value is the entry {select!r} of a dict")
         return raw if whole(raw, select) else raw[0 if select is FIRST else select]
     args, kwargs = raw
     if select is None:
@@ -103,3 +105,47 @@ def refuse_late(what: str, kind: str, host: Any) -> None:
             f"{what} is served by the operations inside {host.path}, which has already been called in this run: ask "
             f"for them from the first call on, or set `sourced = True` on {kind} to have them there from the start"
         )
+
+
+# -- what may be asked of a run ---------------------------------------------------------------------------------------
+
+
+def refuse_other_model(what: str, obj: Any, running: Any) -> None:
+    """Refuse a value of ``obj`` in the run that ``running`` drives, where that run is not of the module ``obj`` wraps.
+
+    Locations are paths, and two models of one family have the same: the other's value would be the answer.
+    """
+    found = running.envoys.get(id(obj._module))
+    if found is None or found.path != obj.path:
+        raise ValueError(
+            f"{what} belongs to another model than the one that this trace runs: trace the model it is a value of"
+        )
+
+
+def refuse_mixed_rows(described: Any, obj: Any, value: Any) -> None:
+    """Refuse a value whose rows are not those of the invoke that asks: a run with more rows than its invokes gave it.
+
+    nnsight then serves every invoke all rows, and an edit would reach the others'.
+    """
+    batcher, group = obj.interleaver.batcher, getcurrent().mediator().batch_group
+    if batcher is None or not batcher.batching or group is None or "batch" not in (described.dims or ())[:1]:
+        return
+    if isinstance(value, torch.Tensor) and value.shape[0] != group[1]:
+        raise ValueError(
+            f"{described.name} of {obj.path} has {value.shape[0]} rows in this run (beams, or several sequences for a "
+            f"prompt) and its invokes gave it {batcher.total}, so an invoke's own cannot be told: trace the invokes on "
+            f"their own"
+        )
+
+
+def missed(what: str, location: str) -> str:
+    """What to say of a value that the run, now at its end, did not come by after it was asked for."""
+    if getcurrent().mediator().occurrence(location):
+        return (
+            f"{what} was asked for when the model had run past it: ask in the order of the forward, which "
+            f"model.order() and model.rank() tell, or in an invoke of its own"
+        )
+    return (
+        f"{what} was not served in this run, which never came to {location!r}: nothing inside a module that is skipped "
+        f"or not called is served"
+    )
