@@ -1,0 +1,46 @@
+"""Qwen3-Next: gated DeltaNet blocks among attention with gated queries, mixtures with a gated shared expert."""
+
+from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+from nnterp import components
+
+RENAME = {
+    "model.embed_tokens": "embed_tokens",
+    "model.layers": "layers",
+    "model.norm": "norm",
+    "gate": "router",
+    "shared_expert": "shared_experts",
+}
+
+
+class Layer(components.Layer):
+    """Qwen3-Next's block."""
+
+
+class Attention(components.Attention):
+    """Qwen3-Next's attention: a gate from the query projection scales its head outputs, which makes the premix."""
+
+
+class LinearAttention(components.LinearAttention):
+    """Qwen3-Next's gated DeltaNet."""
+
+
+class Mlp(components.Mlp):
+    """A dense block's gated feed-forward."""
+
+
+class Moe(components.Moe):
+    """Qwen3-Next's mixture: a sigmoid gate of its own scales what the shared expert adds."""
+
+    TAPS = {**components.Moe.TAPS, "shared_expert_output": components.assigned("shared_expert_output", -1)}
+    shared_expert_output = components.Moe.shared_expert_output.at("shared_expert_output")
+
+
+ENVOYS = {
+    modeling.Qwen3NextDecoderLayer: Layer,
+    modeling.Qwen3NextAttention: Attention,
+    modeling.Qwen3NextGatedDeltaNet: LinearAttention,
+    modeling.Qwen3NextMLP: Mlp,
+    modeling.Qwen3NextSparseMoeBlock: Moe,
+    modeling.Qwen3NextTopKRouter: components.Router,
+}
