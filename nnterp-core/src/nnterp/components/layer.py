@@ -6,9 +6,9 @@ from torch import Tensor
 
 from nnterp.components.eproperty import EProperty, unavailable
 from nnterp.components.layouts import Residual
-from nnterp.components.locations import FIRST
+from nnterp.components.locations import FIRST, child
 from nnterp.components.standard import Standard
-from nnterp.components.taps import stream_before
+from nnterp.components.taps import stream_before, visited
 
 #: Why a block whose attention and MLP read the same stream has nothing between them.
 PARALLEL = "the block is parallel: attention and MLP read the same stream, so there is none between them"
@@ -43,7 +43,36 @@ class Layer(Standard):
         ValueError where ``hidden`` is not shaped like the stream entering the block.
         """
         type(self).layer_output.check(self, hidden, self.layer_input)
+        self._count_in_cache(hidden)
         self.skip((hidden, None) if self.returns_tuple else hidden)
+
+    def _count_in_cache(self, hidden: Tensor) -> None:
+        """Have the key/value cache count the tokens of a call that skips this block, which adds no keys to it.
+
+        transformers reads off one block's part of the cache how many tokens came before, and sizes the masks of all
+        blocks by that. Stand-ins are counted in a part that holds no keys; of a width that no block has, so that one
+        which runs after all at a later step fails, and does not attend to them.
+        """
+        from transformers import Cache
+
+        args, kwargs = self.inputs
+        cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, Cache)), None)
+        attention = child(self, "self_attn")
+        index = getattr(attention._module, "layer_idx", None) if attention is not None else None
+        once = "counted"  # of the invokes that skip it together
+        location = f"{self.path}.{once}"
+        if (
+            cache is None
+            or index is None
+            or visited(self.interleaver, self.path, f"{self.path}.input", once) != location
+        ):
+            return
+        if cache.get_seq_length(index) and cache.layers[index].keys.shape[-1] != 1:
+            return  # it has run before
+        batcher = self.interleaver.batcher
+        rows = batcher.total if batcher is not None and batcher.batching else len(hidden)
+        stand_ins = hidden.new_zeros(rows, 1, hidden.shape[1], 1)
+        cache.update(stand_ins, stand_ins, index)
 
     @EProperty("input", description="The residual stream entering the block")
     def layer_input(self, value: Tensor) -> Residual:
