@@ -19,11 +19,12 @@ def rows() -> list[Row]:
     import build_cost
     import import_cost
     import memory_cost
+    import mixture_cost
     import read_cost
     import support_cost
 
     found: list[Row] = []
-    for part in (import_cost, build_cost, read_cost, memory_cost, support_cost):
+    for part in (import_cost, build_cost, read_cost, memory_cost, support_cost, mixture_cost):
         started = time.monotonic()
         print(f"{part.WHAT} …", end="", file=sys.stderr, flush=True)
         found += part.rows()
