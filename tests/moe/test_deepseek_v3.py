@@ -1,11 +1,9 @@
 """DeepSeek-V3: latent attention, groups of experts, a selection bias, a shared expert, dense first blocks."""
 
-import torch
-
-from nnterp.testing import MixtureSuite
+from nnterp.testing import BiasedMixtureSuite
 
 
-class TestDeepseekV3(MixtureSuite):
+class TestDeepseekV3(BiasedMixtureSuite):
     FAMILY = "deepseek_v3"
     CONFIG = {
         "model_type": "deepseek_v3",
@@ -46,21 +44,3 @@ class TestDeepseekV3(MixtureSuite):
             "MLP_WIDTH_KEY": "moe_intermediate_size",
         },
     }
-
-    def test_bias_chooses_and_does_not_weight(self):
-        model = self.loaded.load()
-        moe = model.layers[self.EDITED].mlp
-        bias = moe.router._module.e_score_correction_bias
-        bias[3] = 10.0
-        with model.trace(self.ids):
-            logits = moe.router_logits.clone().save()
-            scores = moe.choice_scores.clone().save()
-            chosen = moe.expert_indices.clone().save()
-        assert torch.equal(scores, logits.sigmoid() + bias)
-        assert (chosen == 3).any(-1).all()
-        with model.trace(self.ids):
-            moe.ban_experts(3)
-            banned = moe.expert_indices.clone().save()
-            output = model.logits.save()
-        assert not (banned == 3).any()
-        assert torch.isfinite(output).all()

@@ -1,9 +1,9 @@
 """GLM-MoE-DSA: a sparse selection of keys, a block that returns a tuple, dense first blocks."""
 
-from nnterp.testing import MixtureSuite
+from nnterp.testing import BiasedMixtureSuite
 
 
-class TestGlmMoeDsa(MixtureSuite):
+class TestGlmMoeDsa(BiasedMixtureSuite):
     FAMILY = "glm_moe_dsa"
     CONFIG = {
         "model_type": "glm_moe_dsa",

@@ -1,18 +1,6 @@
 """GPT-OSS: sinks, a tuple from the mixture, the top k before the softmax, experts with biases."""
 
-import torch
-
-from nnterp.testing import Formula, MixtureSuite, interleaved_expert
-
-
-class WithSink(Formula):
-    """A learned sink per head takes part of each row."""
-
-    def pattern(self, module, scores):
-        sinks = module.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        with_sink = torch.cat([scores, sinks], dim=-1)
-        with_sink = with_sink - with_sink.max(dim=-1, keepdim=True).values
-        return torch.softmax(with_sink, dim=-1)[..., :-1]
+from nnterp.testing import MixtureSuite, WithSink, interleaved_expert
 
 
 class TestGptOss(MixtureSuite):

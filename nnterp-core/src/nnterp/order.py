@@ -18,7 +18,7 @@ from nnsight.intervention.interleaver import OutOfOrderError
 from nnsight.intervention.source import SourceNotAvailable
 
 from nnterp.components.eproperty import DerivedEProperty, Unavailable
-from nnterp.components.standard import Standard, standard_children
+from nnterp.components.standard import Standard, hosts_of
 from nnterp.probing import shapes_only, token_ids, untouched
 
 #: By block, or None for the root: the place of each available value, by name. A place is how many locations the run had
@@ -109,7 +109,7 @@ def _places(model: Any, layer: int | None) -> dict[str, int | None]:
 def _available(model: Any, layer: int | None) -> dict[str, tuple[Any, Any]]:
     """The available values of one block or the root by dotted name: ``(the envoy that hosts it, its descriptor)``."""
     host = model if layer is None else model.layers[layer]
-    hosts = {"": host, **({} if layer is None else {f"{name}.": c for name, c in standard_children(host).items()})}
+    hosts = {"": host, **({} if layer is None else {f"{name}.": c for name, c in hosts_of(host).items()})}
     return {
         prefix + name: (envoy, value)
         for prefix, envoy in hosts.items()

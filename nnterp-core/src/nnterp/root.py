@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nnterp import order
-from nnterp.components.standard import Standard, blocks_support, every_row, standard_children
+from nnterp.components.standard import Standard, blocks_support, every_row, lists_of, standard_children
 from nnterp.sizes import StandardizedCapability, StandardizedProperty, text_config
 
 
@@ -67,11 +67,15 @@ class Standardized(Standard):
     # -- which block has what -----------------------------------------------------------------------------------------
 
     def _blocks_with(self, name: str) -> list[int]:
-        return [i for i, block in enumerate(self.layers) if isinstance(block.__dict__.get(name), Standard)]
+        return [
+            i
+            for i, block in enumerate(self.layers)
+            if isinstance(block.__dict__.get(name), Standard) or name in lists_of(block)
+        ]
 
     @property
     def attention_layers(self) -> list[int]:
-        """Indices of the blocks with softmax attention (``self_attn``)."""
+        """Indices of the blocks with softmax attention (``self_attn``, or a list of them)."""
         return self._blocks_with("self_attn")
 
     @property

@@ -140,6 +140,8 @@ def serving_call(attend: Callable, heads_first: bool = False) -> Callable:
         interleaver, path, locations = state.active() if state is not None else (None, None, ())
         if interleaver is None or unread(interleaver, path, entry := locations[0]):
             return attend(module, query, key, value, *args, **kwargs)
+        if value is key:  # one tensor is both: each is served, edited and differentiated apart from the other
+            key, value = key.view_as(key), value.clone()
         query, key, value = interleaver.handle(visited(interleaver, path, entry, INPUTS), (query, key, value))
         copy = eager_copy(attend)
         run = attend if isinstance(copy, str) else copy

@@ -21,11 +21,18 @@ KV_HEADS = "num_kv_heads"
 HEAD_DIM = "head_dim"
 QK_HEAD_DIM = "qk_head_dim"
 INTERMEDIATE = "intermediate_size"
+STREAMS = "streams"
 
 #: One vector of the residual stream per token, ``[batch, seq, hidden_size]``.
 Residual = Float[Tensor, f"{BATCH} {SEQ} {HIDDEN}"]
 #: The stream with batch and sequence flattened, ``[tokens, hidden_size]`` (OPT, between its sublayers).
 FlatResidual = Float[Tensor, f"{TOKENS} {HIDDEN}"]
+#: Several residual streams per token, ``[batch, seq, streams, hidden_size]`` (hyper-connections).
+Streams = Float[Tensor, f"{BATCH} {SEQ} {STREAMS} {HIDDEN}"]
+#: One number per stream and token, ``[batch, seq, streams]``: how much of a contribution each stream gets.
+StreamWeights = Float[Tensor, f"{BATCH} {SEQ} {STREAMS}"]
+#: One number per pair of streams and token, ``[batch, seq, streams, streams]``: from the first to the second.
+StreamMixing = Float[Tensor, f"{BATCH} {SEQ} {STREAMS} {STREAMS}"]
 #: One score per vocabulary entry and token, ``[batch, seq, vocab_size]``.
 Logits = Float[Tensor, f"{BATCH} {SEQ} {VOCAB}"]
 #: A distribution over the next token of each row, ``[batch, vocab_size]``.

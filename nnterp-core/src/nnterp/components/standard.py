@@ -11,7 +11,7 @@ from nnsight.intervention.source import STATE, State, install_source, instrument
 from torch import nn
 
 from nnterp.components import runs
-from nnterp.components.eproperty import EProperty, role
+from nnterp.components.eproperty import EProperty, Unavailable, role
 from nnterp.components.locations import refuse_late
 from nnterp.components.sharded import add_rules
 from nnterp.components.taps import CannotTap, Rule, tapped
@@ -50,6 +50,7 @@ class Standard(Envoy):
             first call of a run on.
         TAPS: Locations that this class adds inside its module's forward, each with the rule that places it
             (`nnterp.components.taps`). Served under the location's name.
+        METHODS: The same for methods of the module that its forward calls: the locations in each, by its name.
         PROJECTION: The child that sums over this module's heads or neurons. On a tensor-parallel load it says whether
             each rank holds its own of them (`nnterp.components.sharded`).
         refused: Values that this module turned out not to have although its class does, with the reason: what a run of
@@ -59,6 +60,7 @@ class Standard(Envoy):
     sourced: bool = False
     refused: Mapping[str, str] = {}
     TAPS: Mapping[str, Rule] = {}
+    METHODS: Mapping[str, Mapping[str, Rule]] = {}
     PROJECTION: str | None = None
     ROLE = "module"
 
@@ -106,6 +108,8 @@ class Standard(Envoy):
     def install(self) -> None:
         """Put this envoy's locations in its module's forward. Called when a run starts; does nothing where they are."""
         add_rules(self)
+        for name in self.METHODS:
+            self._tapped_method(name)
         if self.sourced:
             install_source(self)
         if not self.TAPS:
@@ -128,21 +132,39 @@ class Standard(Envoy):
     def _tapped(self, function: Callable) -> Callable | str:
         """The copy of ``function`` that serves, or the reason there is none. One copy for all modules of a class."""
         shared = function is getattr(type(self._module), "forward", None)
-        copies = _copies.setdefault(function, {}) if shared else {}
+        return self._copy(function, self.TAPS, _copies.setdefault(function, {}) if shared else {})
+
+    def _tapped_method(self, name: str) -> Callable | str:
+        """The copy of the module's method ``name`` that serves, during runs in its place; or why there is none."""
+        owner = next(klass for klass in type(self._module).__mro__ if name in vars(klass))
+
+        def copied(plain: Callable) -> Callable | str:
+            return self._copy(plain, self.METHODS[name], _copies.setdefault(plain, {}))
+
+        def serving(plain: Callable) -> Callable:
+            return plain if isinstance(copied(plain), str) else copied(plain)
+
+        return copied(runs.during_runs(owner, name, serving))
+
+    def _copy(self, function: Callable, rules: Mapping[str, Rule], copies: dict) -> Callable | str:
         key = self._locations()
         if key not in copies:
             try:
-                copies[key] = tapped(function, self.TAPS, self.natives())
+                copies[key] = tapped(function, rules, self.natives())
                 setattr(copies[key], LOCATIONS, key)
             except CannotTap as error:
                 copies[key] = f"its forward is not written the way this value is found in it: {error}"
         return copies[key]
 
     def tap_reason(self, location: str) -> str | None:
-        """Why ``location`` is not served although `TAPS` names it, or None."""
-        if location not in self.TAPS:
+        """Why ``location`` is not served although `TAPS` or `METHODS` names it, or None."""
+        method = next((name for name, rules in self.METHODS.items() if location in rules), None)
+        if method is not None:
+            copy_ = self._tapped_method(method)
+        elif location in self.TAPS:
+            copy_ = self._tapped(self._module.__dict__[STATE].original)
+        else:
             return None
-        copy_ = self._tapped(self._module.__dict__[STATE].original)
         return copy_ if isinstance(copy_, str) else None
 
     @property
@@ -207,7 +229,10 @@ STANDARD_CHILDREN = (
 
 
 class Blocks(Envoy):
-    """A list of modules that says how long it is when an index is past its end."""
+    """A list of modules that says how long it is when an index is past its end.
+
+    A value is an entry's, never the list's: a read or an assignment raises Unavailable saying so.
+    """
 
     def __getitem__(self, key: Any) -> Any:
         try:
@@ -218,6 +243,29 @@ class Blocks(Envoy):
             raise IndexError(
                 f"{self.path}[{key}]: there are {len(self)} blocks, 0 to {len(self) - 1} (or {-len(self)} to -1)"
             ) from None
+
+    def values(self) -> dict[str, EProperty]:
+        """The standard values that its entries have, by name."""
+        entry = next(iter(self.__dict__.get("_child_map", {}).values()), None)
+        return entry.values() if isinstance(entry, Standard) else {}
+
+    def reason(self, value: str) -> str:
+        """Why ``value``, which its entries have, is not the list's."""
+        name = self.path.rsplit(".", 1)[-1]
+        return f"{name} is a list of {len(self)}: {name}[0].{value} to {name}[{len(self) - 1}].{value} are its entries'"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not name.startswith("_") and name in self.values():
+                raise Unavailable(f"{name} of {self.path} is unavailable: {self.reason(name)}") from None
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in self.__dict__ and name in self.values():
+            raise Unavailable(f"{name} of {self.path} is unavailable: {self.reason(name)}")
+        super().__setattr__(name, value)
 
 
 def axis_size(envoy: Envoy, axis: str) -> int:
@@ -261,11 +309,27 @@ def standard_children(envoy: Envoy) -> dict[str, Standard]:
     return dict(found.values())
 
 
+def lists_of(block: Standard) -> dict[str, Blocks]:
+    """The children of a block that are lists of modules with standard values (two attentions), by name."""
+    lists = {name: child for name, child in block._named_children() if isinstance(child, Blocks)}
+    return {name: child for name, child in lists.items() if child.values()}
+
+
+def hosts_of(block: Standard) -> dict[str, Standard]:
+    """The envoys in a block that carry standard values: its children, the entries of a list as ``self_attn.0``."""
+    found = standard_children(block)
+    for name, entries in lists_of(block).items():
+        found.update({f"{name}.{index}": entry for index, entry in enumerate(entries)})
+    return found
+
+
 def block_support(block: Standard) -> dict[str, str | None]:
     """Why each value of one block is unavailable, or None; children's values as ``"self_attn.attention_output"``."""
     rows = block.support()
-    for name, child in standard_children(block).items():
+    for name, child in hosts_of(block).items():
         rows.update({f"{name}.{value}": reason for value, reason in child.support().items()})
+    for name, entries in lists_of(block).items():
+        rows.update({f"{name}.{value}": entries.reason(value) for value in entries.values()})
     return rows
 
 
@@ -275,7 +339,7 @@ def every_row(blocks: Iterable[Standard]) -> list[dict[str, str | None]]:
     rows = [block_support(block) for block in blocks]
     names = list(dict.fromkeys(name for row in rows for name in row))
     for block, row in zip(blocks, rows, strict=True):
-        children = standard_children(block)
+        children = {**hosts_of(block), **lists_of(block)}
         for name in names:
             if name not in row:
                 host, _, value = name.rpartition(".")

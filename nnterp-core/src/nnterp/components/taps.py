@@ -147,6 +147,24 @@ def product(attribute: str, occurrence: int = 0) -> Rule:
     return apply
 
 
+def sum_of(left: str, right: str, occurrence: int = 0) -> Rule:
+    """The variable that the ``occurrence``-th statement of the form ``x = left + right`` assigns, right behind it."""
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        places = [
+            (body, index, statement.targets[0].id)
+            for body in bodies(definition)
+            for index, statement in enumerate(body)
+            if isinstance(statement, ast.Assign)
+            and isinstance(statement.targets[0], ast.Name)
+            and ast.unparse(statement.value) == f"{left} + {right}"
+        ]
+        body, index, variable = nth(places, occurrence, f"a sum {left} + {right}", definition)
+        insert(body, index + 1, definition, name, variable)
+
+    return apply
+
+
 def assigned(
     variable: str | tuple[str, ...], occurrence: int = -1, before: str | None = None, after: str | None = None
 ) -> Rule:
@@ -208,20 +226,6 @@ def apart(rule: Rule, when: str = "True") -> Rule:
         for node in ast.walk(definition):
             if isinstance(node, ServeCall) and node.args[1].value == name:
                 node.keywords.append(ast.keyword("apart", parsed(when, node)))
-
-    return apply
-
-
-def out_of_place(variable: str) -> Rule:
-    """Serves nothing: ``variable += x`` becomes a plain sum, so that what a trace has read stays what it was."""
-
-    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
-        for body in bodies(definition):
-            for index, statement in enumerate(body):
-                if isinstance(statement, ast.AugAssign) and targets(statement) == {variable}:
-                    total = ast.BinOp(parsed(variable, statement), statement.op, statement.value)
-                    body[index] = ast.Assign([statement.target], ast.copy_location(total, statement))
-                    ast.copy_location(body[index], statement)
 
     return apply
 

@@ -16,6 +16,7 @@ import pytest
 
 #: The modules whose assertions pytest explains.
 MODULES = (
+    "biased",
     "comparing",
     "formulas",
     "loading",
@@ -29,12 +30,26 @@ MODULES = (
 
 pytest.register_assert_rewrite(*(f"nnterp.testing.{name}" for name in MODULES))
 
+from nnterp.testing.biased import BiasedMixtureSuite  # noqa: E402
 from nnterp.testing.mixture_oracles import Loop, gated_expert, interleaved_expert  # noqa: E402
 from nnterp.testing.mixtures import MixtureSuite  # noqa: E402
-from nnterp.testing.oracles import Call, Formula, Forward, Inside, Site, heads, run  # noqa: E402
+from nnterp.testing.oracles import (  # noqa: E402
+    Block,
+    Call,
+    Formula,
+    Forward,
+    Inside,
+    Site,
+    Within,
+    WithSink,
+    heads,
+    run,
+)
 from nnterp.testing.suite import FamilySuite  # noqa: E402
 
 __all__ = [
+    "BiasedMixtureSuite",
+    "Block",
     "Call",
     "FamilySuite",
     "Formula",
@@ -43,6 +58,8 @@ __all__ = [
     "Loop",
     "MixtureSuite",
     "Site",
+    "WithSink",
+    "Within",
     "gated_expert",
     "heads",
     "interleaved_expert",

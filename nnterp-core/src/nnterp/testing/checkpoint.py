@@ -4,10 +4,15 @@ A config's own initialization makes a tiny model a bad witness: norms are the id
 so small that a wrong value changes nothing one can see. Here every parameter is drawn so that it moves the logits.
 """
 
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from nnterp.testing import oracles
 
 #: Entries of the tiny tokenizer, and ``vocab_size`` of a tiny config that does not say.
 VOCAB = 300
@@ -56,10 +61,61 @@ def randomized(model: Any, seed: int = 0) -> Any:
     return model
 
 
-def save(config: Any, directory: Path) -> Path:
-    """Build the causal language model of ``config`` with random weights; save it and a tokenizer in ``directory``."""
+def save(config: Any, directory: Path, prepare: Callable[[Any], None] | None = None) -> Path:
+    """Build the causal language model of ``config`` with random weights; save it and a tokenizer in ``directory``.
+
+    ``prepare`` is called with the model before it is saved.
+    """
     from transformers import AutoModelForCausalLM
 
-    randomized(AutoModelForCausalLM.from_config(config)).save_pretrained(directory)
+    model = randomized(AutoModelForCausalLM.from_config(config))
+    if prepare is not None:
+        prepare(model)
+    model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return directory
+
+
+class Checkpoint:
+    """One layout's tiny checkpoint on disk and the copies of it that tests share."""
+
+    def __init__(self, suite: Any, layout: str, directory: Any) -> None:
+        self.facts = suite.LAYOUTS[layout]
+        self.config = config(**{**suite.CONFIG, **self.facts.get("config", {})})
+        self.options = {"attn_implementation": "eager", **self.facts.get("load", {})}
+        self.directory = save(self.config, directory, suite.prepare)
+        generator = torch.Generator().manual_seed(1)
+        self.everything: dict | None = None
+        self.recorded: dict[tuple[bool, int], oracles.Run] = {}
+        self.ids = torch.randint(2, self.config.get_text_config().vocab_size, (2, 6), generator=generator)
+
+    def load(self, dispatch: bool = True, **options: Any) -> Any:
+        from nnterp import StandardizedTransformer
+
+        return StandardizedTransformer(str(self.directory), dispatch=dispatch, **{**self.options, **options})
+
+    def load_bare(self, **options: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.directory, **{**self.options, **options}).eval()
+
+    def without_path(self) -> Any:
+        """The bare model built in memory, from which no tokenizer can be found."""
+        from transformers import AutoModelForCausalLM
+
+        built = AutoModelForCausalLM.from_config(self.config, **self.options).eval()
+        built.load_state_dict(self.bare.state_dict())
+        return built
+
+    @cached_property
+    def model(self) -> Any:
+        return self.load()
+
+    @cached_property
+    def bare(self) -> Any:
+        return self.load_bare()
+
+    @cached_property
+    def clean_logits(self) -> Tensor:
+        """What the bare model returns for `ids`."""
+        return self.bare(input_ids=self.ids, attention_mask=torch.ones_like(self.ids)).logits.detach()

@@ -1,6 +1,7 @@
 """What a suite states about its family, and the loaded models its tests run on."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -9,15 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from nnterp import components
-from nnterp.testing import checkpoint, oracles
-from nnterp.testing.oracles import Formula, Inside, Site, heads
+from nnterp.testing import oracles
+from nnterp.testing.checkpoint import Checkpoint
+from nnterp.testing.oracles import Block, Formula, Inside, Site, Within, heads
 
-#: Every value of the vocabulary that a plain forward serves, by the name `support` gives it, in no order.
-BLOCK_VALUES = (
-    *components.Layer.values(),
-    *(f"self_attn.{name}" for name in components.Attention.values()),
-    *(f"mlp.{name}" for name in components.Mlp.values()),
-)
 #: The root's values that can be edited.
 ROOT_VALUES = ("token_embeddings", "final_norm_output", "lm_head_output", "logits")
 #: All values of the root.
@@ -73,10 +69,14 @@ class Facts:
         ATTENTION_INPUT, MLP_INPUT: The value that attention and MLP are called with.
         SDPA: Whether transformers runs the family under ``attn_implementation="sdpa"``.
         UNDER_SDPA: What is unavailable then, where it is not EXPECTED_UNAVAILABLE and the scores and the pattern.
+        ATTENTIONS, MLPS: The standard paths of a block's attentions and feed-forwards, where it has several
+            (``"self_attn.0"``).
+        PADDING_MATTERS: Whether what a row computes depends on its padding (windows of tokens that are compressed).
         OWN_SIZES: Sizes of axes, by value, that are not those of the model (keys repeated before they are served).
         MLP_WIDTH_KEY: The config key of the MLP's width, where `intermediate_size` is not in its parameters' shapes.
         FORMULA: The attention written out (`oracles.Formula`), None where the module does not call transformers'
             interface.
+        BLOCK: The block written out (`oracles.Block`), where a value lies between its modules' calls (`Within`).
     """
 
     FAMILY: ClassVar[Any]
@@ -84,7 +84,7 @@ class Facts:
     LAYOUTS: ClassVar[dict[str, dict]] = {"default": {}}
     NATIVE: dict[str, str | None] = {}
     EXPECTED_UNAVAILABLE: dict[str, str] = {}
-    SITES: dict[str, Site | Inside] = {}
+    SITES: dict[str, Site | Inside | Within] = {}
     EDITED: int = 1
     REFUSES_IN_PLACE: tuple[str, ...] = ()
     ATTENTION_SINK: bool = False
@@ -92,12 +92,16 @@ class Facts:
     MLP_INPUT: str = "mlp_norm_output"
     SDPA: bool = True
     UNDER_SDPA: dict[str, str] | None = None
+    ATTENTIONS: tuple[str, ...] = ("self_attn",)
+    MLPS: tuple[str, ...] = ("mlp",)
+    PADDING_MATTERS: bool = False
     OWN_SIZES: dict[str, dict[str, int]] = {}
     MLP_WIDTH_KEY: str | None = None
     FORMULA: Formula | None = Formula()
+    BLOCK: Block | None = None
 
     #: Set for each test from the layout it runs on.
-    loaded: "Checkpoint"
+    loaded: Checkpoint
     layout_name: str
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -121,7 +125,8 @@ class Facts:
         if "value" not in metafunc.fixturenames:
             metafunc.parametrize("layout", list(cls.LAYOUTS), indirect=True)
             return
-        values = getattr(metafunc.function, "values", cls.all_values())
+        kinds = getattr(metafunc.function, "values", None)
+        values = cls.all_values() if kinds is None else [value for kind in kinds for value in cls.of_kind(kind)]
         pairs = [(layout, value) for layout in cls.LAYOUTS for value in values if cls.has(layout, value)]
         metafunc.parametrize(("layout", "value"), pairs, indirect=["layout"])
 
@@ -193,8 +198,18 @@ class Facts:
 
     def contribution_sum(self, block_values: Callable[[str], Tensor]) -> Tensor:
         """What ``layer_output`` is in terms of the block's other values."""
-        parts = ("layer_input", "self_attn.attention_output", "mlp.mlp_output")
-        return sum(block_values(part) for part in parts[1:]) + block_values(parts[0])
+        return sum(block_values(part) for part in self.contributions()) + block_values("layer_input")
+
+    def contributions(self) -> list[str]:
+        """The values that the block adds to its stream."""
+        return [*self.of_kind("self_attn.attention_output"), *self.of_kind("mlp.mlp_output")]
+
+    def visible(self, layer: int) -> Tensor:
+        """The keys that each query of `ids` may see at most, ``[query, key]``."""
+        return torch.ones(self.ids.shape[1], self.ids.shape[1], dtype=torch.bool).tril()
+
+    def prepare(self, model: nn.Module) -> None:
+        """What a tiny checkpoint has beside random parameters (a table in a buffer), written before it is saved."""
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -221,11 +236,36 @@ class Facts:
         bare = self.bare if bare is None else bare
         return bare.get_submodule(self.native(path)) if path else bare
 
-    def site(self, value: str, layer: int | None, bare: Any) -> tuple[nn.Module, Site | Inside]:
+    @classmethod
+    def roles(cls) -> dict[str, str]:
+        """The component of each envoy of a block that carries values, by its standard path (``""``: the block)."""
+        return {"": "Layer", **dict.fromkeys(cls.ATTENTIONS, "Attention"), **dict.fromkeys(cls.MLPS, "Mlp")}
+
+    @classmethod
+    def of_kind(cls, value: str) -> list[str]:
+        """A value of the plain block on each of the modules that have it: one, or several of a list."""
+        host, _, name = value.rpartition(".")
+        hosts = {"self_attn": cls.ATTENTIONS, "mlp": cls.MLPS}.get(host)
+        return [value] if hosts is None else [f"{each}.{name}" for each in hosts]
+
+    def where(self, value: str) -> Site | Inside | Within:
+        """The place of a value in the bare model."""
+        if value in self.SITES:
+            return self.SITES[value]
+        host, _, name = value.rpartition(".")
+        plain = {"Attention": "self_attn", "Mlp": "mlp"}.get(self.roles().get(host), host)
+        site = SITES[f"{plain}.{name}".lstrip(".")]
+        if plain == host or not isinstance(site, Site):
+            return site
+        return replace(site, module=host + site.module.removeprefix(plain))
+
+    def site(self, value: str, layer: int | None, bare: Any) -> tuple[nn.Module, Site | Inside | Within]:
         """The module and the site of a value in ``bare``."""
-        site = self.SITES.get(value) or SITES[value]
+        site = self.where(value)
         if isinstance(site, Inside):
-            return self.module(f"layers.{layer}.self_attn", bare), site
+            return self.module(f"layers.{layer}.{value.rpartition('.')[0]}", bare), site
+        if isinstance(site, Within):
+            return self.module(f"layers.{layer}", bare), site
         if site.module.startswith("/"):
             return self.module(site.module[1:], bare), site
         return self.module(".".join(filter(None, (f"layers.{layer}", site.module))), bare), site
@@ -236,13 +276,21 @@ class Facts:
         host, _, name = value.rpartition(".")
         if value in ROOT_ROWS:
             return model, name
-        block = model.layers[layer]
-        return (getattr(block, host) if host else block), name
+        return self.envoy(model.layers[layer], host), name
 
     @staticmethod
-    def all_values() -> list[str]:
+    def envoy(block: Any, host: str) -> Any:
+        """The envoy of a block at a standard path, ``""`` for the block itself."""
+        for step in filter(None, host.split(".")):
+            block = getattr(block, step)
+        return block
+
+    @classmethod
+    def all_values(cls) -> list[str]:
         """Every value that is read and edited, by the name `support` gives it; a family adds what it alone has."""
-        return [*BLOCK_VALUES, *ROOT_VALUES]
+        hosts = {host: getattr(components, role) for host, role in cls.roles().items()}
+        block_values = [f"{host}.{name}".lstrip(".") for host, kind in hosts.items() for name in kind.values()]
+        return [*block_values, *ROOT_VALUES]
 
     def served(self, *names: str) -> list[str]:
         """Which of ``names``, all values by default, this layout serves."""
@@ -275,11 +323,11 @@ class Facts:
         bare = options.pop("bare", None) or self.bare
         sites = {key: self.site(*key, bare) for key in [*(edits or {}), *wanted]}  # edited before seen
         call = call or (lambda: bare(**inputs))
-        return oracles.run(bare, call, sites, edits, formula=self.FORMULA, **options)
+        return oracles.run(bare, call, sites, edits, formula=self.FORMULA, block=self.BLOCK, **options)
 
     def is_inside(self, value: str) -> bool:
         """Whether the value is recorded by writing attention out."""
-        return isinstance(self.SITES.get(value) or SITES[value], Inside)
+        return isinstance(self.where(value), Inside)
 
     def recorded(self, value: str, steps: int = 0) -> oracles.Run:
         """A run of the bare model on `ids` with ``value`` recorded on every block: one forward pass, or generation.
@@ -300,58 +348,13 @@ class Facts:
     def edited_run(self, value: str, layer: int | None, edit: oracles.Edit, **options: Any) -> oracles.Run:
         """The run of the bare model with one value edited; of the stream in mid-block, at the call ``at_call``."""
         layer = None if value in ROOT_VALUES else layer
-        if value == "layer_mid":
+        if value == "layer_mid" and not isinstance(self.where(value), Within):
             mids = self.oracle([value], [layer], **{**options, "at_call": None}).calls[value, layer]
             mid = mids[options.get("at_call") or 0]
             bare = options.get("bare")
             output = self.rest_of_block(lambda path: self.module(f"layers.{layer}.{path}", bare), edit(mid))
             return self.oracle([], edits={("layer_output", layer): lambda _: output}, **options)
         return self.oracle([], edits={(value, layer): edit}, **options)
-
-
-class Checkpoint:
-    """One layout's tiny checkpoint on disk and the copies of it that tests share."""
-
-    def __init__(self, suite: Facts, layout: str, directory: Any) -> None:
-        self.facts = suite.LAYOUTS[layout]
-        self.config = checkpoint.config(**{**suite.CONFIG, **self.facts.get("config", {})})
-        self.options = {"attn_implementation": "eager", **self.facts.get("load", {})}
-        self.directory = checkpoint.save(self.config, directory)
-        generator = torch.Generator().manual_seed(1)
-        self.everything: dict | None = None
-        self.recorded: dict[tuple[bool, int], oracles.Run] = {}
-        self.ids = torch.randint(2, self.config.get_text_config().vocab_size, (2, 6), generator=generator)
-
-    def load(self, dispatch: bool = True, **options: Any) -> Any:
-        from nnterp import StandardizedTransformer
-
-        return StandardizedTransformer(str(self.directory), dispatch=dispatch, **{**self.options, **options})
-
-    def load_bare(self, **options: Any) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.directory, **{**self.options, **options}).eval()
-
-    def without_path(self) -> Any:
-        """The bare model built in memory, from which no tokenizer can be found."""
-        from transformers import AutoModelForCausalLM
-
-        built = AutoModelForCausalLM.from_config(self.config, **self.options).eval()
-        built.load_state_dict(self.bare.state_dict())
-        return built
-
-    @cached_property
-    def model(self) -> Any:
-        return self.load()
-
-    @cached_property
-    def bare(self) -> Any:
-        return self.load_bare()
-
-    @cached_property
-    def clean_logits(self) -> Tensor:
-        """What the bare model returns for `ids`."""
-        return self.bare(input_ids=self.ids, attention_mask=torch.ones_like(self.ids)).logits.detach()
 
 
 _checkpoints: dict[tuple[type, str], Checkpoint] = {}

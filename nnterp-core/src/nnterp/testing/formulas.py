@@ -19,7 +19,7 @@ class Formulas(Facts):
             assert_close(read, self.recorded(place[0])[place])
 
     def test_contributions_add_up_to_the_output(self) -> None:
-        if not {"self_attn.attention_output", "mlp.mlp_output"} <= set(self.served()):
+        if not set(self.contributions()) <= set(self.served()):
             return
         for layer in self.blocks:
             float_sum = self.contribution_sum(lambda value, i=layer: self.everything[value, i].float())
@@ -48,8 +48,12 @@ class Formulas(Facts):
 
     def test_projections_make_the_outputs(self) -> None:
         """The bare output projections, applied to the premix and to the neurons, give what they gave in the model."""
-        for value, path in (("self_attn.attention_premix", "self_attn.o_proj"), ("mlp.mlp_neurons", "mlp.down_proj")):
-            for layer in self.blocks if value in self.served() else ():
+        pairs = [(value, "o_proj") for value in self.of_kind("self_attn.attention_premix")]
+        pairs += [(value, "down_proj") for value in self.of_kind("mlp.mlp_neurons")]
+        for value, projection in pairs:
+            path = f"{value.rpartition('.')[0]}.{projection}"
+            served = value in self.served() and self.native(f"layers.0.{path}") is not None
+            for layer in self.blocks if served else ():
                 module = self.module(f"layers.{layer}.{path}")
                 came_out = run(self.bare, lambda: self.bare(**self.inputs()), {"x": (module, Site(""))})
                 entering = self.of_block(layer)(value)
@@ -72,69 +76,93 @@ class Formulas(Facts):
     # -- attention ----------------------------------------------------------------------------------------------------
 
     def test_pattern_is_transformers(self) -> None:
-        if "self_attn.attention_probabilities" not in self.served():
+        patterns = self.patterns()
+        if not patterns:
             return
         attentions = self.bare(**self.inputs(), output_attentions=True).attentions
-        for layer in self.blocks:
-            assert_same(self.everything["self_attn.attention_probabilities", layer], attentions[layer].detach())
+        for (_, pattern), expected in zip(patterns, attentions, strict=True):
+            assert_same(pattern, expected.detach())
+
+    def patterns(self) -> list[tuple[int, Tensor]]:
+        """The pattern of each attention, with its block, in forward order."""
+        values = self.served(*self.of_kind("self_attn.attention_probabilities"))
+        return [(layer, self.everything[value, layer]) for layer in self.blocks for value in values]
 
     def test_pattern_is_a_causal_distribution(self) -> None:
-        if "self_attn.attention_probabilities" not in self.served():
+        patterns = self.patterns()
+        if not patterns:
             return
-        batch, tokens = self.ids.shape
-        patterns = [self.everything["self_attn.attention_probabilities", layer] for layer in self.blocks]
-        for pattern in patterns:
-            assert pattern.shape == (batch, self.model.num_heads, tokens, tokens)
+        for layer, pattern in patterns:
+            visible = self.visible(layer)
+            assert pattern.shape == (self.ids.shape[0], self.model.num_heads, *visible.shape)
             assert pattern.dtype == self.bare.lm_head.weight.dtype
-            assert_same(pattern, pattern.tril())
+            assert not pattern.masked_fill(visible, 0).any()
             sums = pattern.sum(-1)
             if self.ATTENTION_SINK:
                 assert ((sums > 0) & (sums < 1)).all()
             else:
                 assert_close(sums, torch.ones_like(sums))
-        assert_differs(patterns[-1], patterns[0])
+        first, last = (pattern[..., : self.ids.shape[1]] for _, pattern in (patterns[0], patterns[-1]))
+        assert_differs(last, first)
 
     def test_attention_formula(self) -> None:
         """softmax(scores) is the pattern, it mixes the values, and the oracles' formula is the model's."""
         names = ("scores", "probabilities", "values", "head_outputs")
-        if self.FORMULA is None or len(self.served(*(f"self_attn.attention_{name}" for name in names))) < len(names):
+        served = self.interiors(*names)
+        if self.FORMULA is None or not served:
             return
-        for layer in self.blocks:
-            scores, pattern, values, heads = (self.everything[f"self_attn.attention_{n}", layer] for n in names)
-            module = self.module(f"layers.{layer}.self_attn")
+        for module, (scores, pattern, values, heads), _ in served:
             assert_close(self.FORMULA.pattern(module, scores).to(pattern.dtype), pattern)
             assert_close((pattern @ self.FORMULA.repeated(pattern, values)).transpose(1, 2), heads)
         assert_close(
-            self.recorded("self_attn.attention_scores").output.logits.detach(),
+            self.recorded(self.of_kind("self_attn.attention_scores")[0]).output.logits.detach(),
             self.loaded.clean_logits,
             ULPS_AFTER_MODEL,
         )
 
+    def interiors(self, *names: str) -> list[tuple[torch.nn.Module, list[Tensor], int]]:
+        """Of each attention that serves all of ``names``: the bare module, the values, and the block."""
+        hosts = [
+            host
+            for host in self.ATTENTIONS
+            if len(self.served(*(f"{host}.attention_{n}" for n in names))) == len(names)
+        ]
+        return [
+            (
+                self.module(f"layers.{layer}.{host}"),
+                [self.everything[f"{host}.attention_{name}", layer] for name in names],
+                layer,
+            )
+            for layer in self.blocks
+            for host in hosts
+        ]
+
     def test_queries_and_keys_make_the_scores(self) -> None:
         """Where the family scores by the plain formula; `oracles.Formula.scores` says how another one does."""
-        names = [f"self_attn.attention_{name}" for name in ("queries", "keys", "scores")]
-        plain_formula = getattr(type(self.FORMULA), "scores", None) is Formula.scores
-        if not plain_formula or len(self.served(*names)) < len(names):
+        if getattr(type(self.FORMULA), "scores", None) is not Formula.scores:
             return
-        causal = torch.ones(6, 6, dtype=torch.bool).tril()
-        for layer in self.blocks:
-            queries, keys, scores = (self.everything[name, layer] for name in names)
-            module = self.module(f"layers.{layer}.self_attn")
+        for module, (queries, keys, scores), layer in self.interiors("queries", "keys", "scores"):
             plain = Formula.repeated(queries, keys).transpose(-1, -2)
             plain = queries @ plain * module.scaling
-            visible = causal & (scores > -1e30)
+            visible = self.visible(layer) & (scores > -1e30)
             assert_close(plain.masked_fill(~visible, 0), scores.masked_fill(~visible, 0))
             assert visible.any(-1).all()
 
     # -- the MLP ------------------------------------------------------------------------------------------------------
 
     def test_activation_makes_the_neurons(self) -> None:
-        if len(self.served("mlp.mlp_activation", "mlp.mlp_neurons", "mlp_input")) < 3:
-            return
-        for layer in self.blocks:
-            block = self.of_block(layer)
-            neurons = self.neurons(self.module(f"layers.{layer}.mlp"), block("mlp.mlp_activation"), block("mlp_input"))
-            assert_close(neurons.detach(), block("mlp.mlp_neurons"))
+        for host in self.MLPS:
+            if len(self.served(f"{host}.mlp_activation", f"{host}.mlp_neurons")) < 2 or not self.has_input(host):
+                continue
+            for layer in self.blocks:
+                block, module = self.of_block(layer), self.module(f"layers.{layer}.{host}")
+                called = run(self.bare, lambda: self.bare(**self.inputs()), {"x": (module, Site("", "input"))})
+                neurons = self.neurons(module, block(f"{host}.mlp_activation"), called["x"])
+                assert_close(neurons.detach(), block(f"{host}.mlp_neurons"))
+
+    def has_input(self, host: str) -> bool:
+        """Whether the feed-forward at a path is called with what it projects."""
+        return host != "mlp" or "mlp_input" in self.served()
 
     def neurons(self, mlp: torch.nn.Module, activation: Tensor, entering: Tensor) -> Tensor:
         """What the down projection sums: the activation, times ``up_proj`` of the input where there is a gate."""

@@ -78,14 +78,15 @@ class Methods(Facts):
 
     def test_sizes_are_the_configs(self) -> None:
         model, config = self.model, self.bare.config.get_text_config()
-        assert model.num_layers == config.num_hidden_layers == len(model.layers)
+        assert model.num_layers == len(self.blocks) == len(model.layers)
         assert model.hidden_size == config.hidden_size
         assert model.vocab_size == config.vocab_size == self.loaded.clean_logits.shape[-1]
         assert model.num_heads == config.num_attention_heads
         assert 1 <= model.num_kv_heads <= model.num_heads
         assert model.num_heads % model.num_kv_heads == 0
-        projection = self.module("layers.0.self_attn.o_proj")
-        assert model.num_heads * model.head_dim in projection.weight.shape
+        if self.native(f"layers.0.{self.ATTENTIONS[0]}.o_proj") is not None:
+            projection = self.module(f"layers.0.{self.ATTENTIONS[0]}.o_proj")
+            assert model.num_heads * model.head_dim in projection.weight.shape
         width = model.intermediate_size
         assert isinstance(width, int)
         shapes = {size for parameter in self.mlp_parameters() for size in parameter.shape}
@@ -99,11 +100,13 @@ class Methods(Facts):
 
     def test_block_sizes_are_the_modules(self) -> None:
         for layer in self.blocks:
-            attention = self.model.layers[layer].self_attn
-            sizes = [attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.qk_head_dim]
-            assert all(isinstance(size, int) and size > 0 for size in sizes)
-            assert attention.num_heads % attention.num_kv_heads == 0
-            assert attention.num_heads * attention.head_dim in attention.o_proj._module.weight.shape
+            for host in self.ATTENTIONS:
+                attention = self.envoy(self.model.layers[layer], host)
+                sizes = [attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.qk_head_dim]
+                assert all(isinstance(size, int) and size > 0 for size in sizes)
+                assert attention.num_heads % attention.num_kv_heads == 0
+                if self.native(f"layers.0.{host}.o_proj") is not None:
+                    assert attention.num_heads * attention.head_dim in attention.o_proj._module.weight.shape
             if self.native("layers.0.mlp") is not None:
                 assert self.model.layers[layer].mlp.intermediate_size == self.mlp_width(layer)
 

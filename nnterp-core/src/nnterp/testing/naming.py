@@ -3,33 +3,29 @@
 import pytest
 
 from nnterp import Unavailable, components
-from nnterp.components import EProperty
+from nnterp.components import Blocks, EProperty
 from nnterp.testing.facts import ROOT_ROWS, Facts
-
-HOSTS = {
-    "": ("Layer", components.Layer),
-    "self_attn": ("Attention", components.Attention),
-    "mlp": ("Mlp", components.Mlp),
-}
 
 
 class Naming(Facts):
     def kind(self, host: str, layer: int) -> type | None:
         """The family's class of the envoy that carries ``host``'s values on a block; None where it has none."""
         absent = bool(host) and self.native(f"layers.{layer}.{host}") is None
-        return None if absent else getattr(self.family, HOSTS[host][0], None)
+        return None if absent else getattr(self.family, self.roles()[host], None)
 
     def hosts(self, layer: int) -> dict[str, type]:
         """The family's class of each envoy of a block that carries values, by its standard name (``""``: the block)."""
-        kinds = {host: self.kind(host, layer) for host in HOSTS}
+        kinds = {host: self.kind(host, layer) for host in self.roles()}
         return {host: kind for host, kind in kinds.items() if kind is not None}
 
     def expected_rows(self) -> set[str]:
+        """A row for each value of each envoy; and for the list of several, which points at its entries."""
         return {
-            f"{host}.{name}".lstrip(".")
+            f"{path}.{name}".lstrip(".")
             for layer in self.blocks
             for host, kind in self.hosts(layer).items()
-            for name in {*kind.values(), *HOSTS[host][1].values()}
+            for path in {host, host.rpartition(".")[0] or host}
+            for name in {*kind.values(), *getattr(components, self.roles()[host]).values()}
         }
 
     def expected_reason(self, value: str, layer: int) -> str | None:
@@ -57,12 +53,11 @@ class Naming(Facts):
         for layer in self.blocks:
             block = self.model.layers[layer]
             for host, kind in self.hosts(layer).items():
-                envoy = getattr(block, host) if host else block
-                assert type(envoy) is kind
-                assert issubclass(kind, HOSTS[host][1])
+                assert type(self.envoy(block, host)) is kind
+                assert issubclass(kind, getattr(components, self.roles()[host]))
 
     def test_module_outputs_have_their_widths(self) -> None:
-        attention = self.model.layers[0].self_attn
+        attention = self.envoy(self.model.layers[0], self.ATTENTIONS[0])
         with self.model.trace(self.ids):
             attended = attention.output.save()
             block = self.model.layers[0].output.save()
@@ -103,7 +98,7 @@ class Naming(Facts):
             reasons = self.model.support()[value]
             for layer, why in (reasons if isinstance(reasons, dict) else {None: reasons}).items():
                 host, name = self.host(value, layer)
-                if not hasattr(type(host), name):  # a value of another kind of block
+                if not hasattr(type(host), name) and not isinstance(host, Blocks):  # a value of another kind of block
                     with pytest.raises(AttributeError, match=name):
                         getattr(host, name)
                     continue
@@ -123,6 +118,9 @@ class Naming(Facts):
     def test_values_are_descriptors_of_the_block(self) -> None:
         for value, reason in self.model.support(layer=self.EDITED).items():
             host, name = self.host(value, self.EDITED)
+            if isinstance(host, Blocks):
+                assert reason == host.reason(name)
+                continue
             assert isinstance(getattr(type(host), name), EProperty)
             assert host.support()[name] == reason
 

@@ -36,7 +36,7 @@ class Site:
         module: The standard path of a module: from the block (``"self_attn.o_proj"``, ``""`` the block itself), or
             from the root with a leading slash (``"/norm"``).
         side: ``"output"`` (the first element of a tuple) or ``"input"``.
-        argument: Position or keyword of the input.
+        argument: Position or keyword of the input, or position in a tuple that is returned.
         read: ``read(call, tensor)``, the value from the tensor at the place (a reshape, a scale).
         write: ``write(call, tensor, value)``, the tensor to put there so that the value is ``value``.
     """
@@ -53,6 +53,23 @@ class Inside:
     """A value inside the attention call, by its part in `Formula`."""
 
     part: str
+
+
+@dataclass(frozen=True)
+class Within:
+    """A value inside the block's own forward, by its part in the block written out (`Block`)."""
+
+    part: str
+
+
+class Block:
+    """A block's forward written out, for values that lie between its modules' calls; a family with such writes it.
+
+    ``at(part, tensor)`` records (and edits) what lies there; ``block`` is the bare module, the rest its arguments.
+    """
+
+    def __call__(self, at: Callable, block: nn.Module, hidden: Tensor, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
 def heads(site: Site) -> Site:
@@ -100,6 +117,16 @@ class Formula:
     @staticmethod
     def repeated(query: Tensor, grouped: Tensor) -> Tensor:
         return grouped.repeat_interleave(query.shape[1] // grouped.shape[1], dim=1)
+
+
+class WithSink(Formula):
+    """A learned sink per head takes part of each row."""
+
+    def pattern(self, module: nn.Module, scores: Tensor) -> Tensor:
+        sinks = module.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        with_sink = torch.cat([scores, sinks], dim=-1)
+        with_sink = with_sink - with_sink.max(dim=-1, keepdim=True).values
+        return torch.softmax(with_sink, dim=-1)[..., :-1]
 
 
 class Forward(Formula):
@@ -151,10 +178,11 @@ class Recorder:
 def run(
     model: nn.Module,
     call: Callable[[], Any],
-    sites: Mapping[Any, tuple[nn.Module, Site | Inside]],
+    sites: Mapping[Any, tuple[nn.Module, Site | Inside | Within]],
     edits: Mapping[Any, Edit] | None = None,
     at_call: int | None = None,
     formula: Formula | None = None,
+    block: Block | None = None,
     graph: bool = False,
     in_place: bool = False,
 ) -> Run:
@@ -167,13 +195,18 @@ def run(
     record = Recorder(edits or {}, at_call, graph, in_place)
     with ExitStack() as stack:
         inside: dict[nn.Module, dict[str, Any]] = {}
+        within: dict[nn.Module, dict[str, Any]] = {}
         for name, (module, site) in sites.items():
             if isinstance(site, Inside):
                 inside.setdefault(module, {})[site.part] = name
+            elif isinstance(site, Within):
+                within.setdefault(module, {})[site.part] = name
             else:
                 stack.enter_context(hooked(model, module, site, name, record))
         if inside:
             stack.enter_context(attention_replaced(model, inside, record, formula or Formula()))
+        if within:
+            stack.enter_context(forwards_replaced(within, record, block))
         output = call()
     return Run(output, record.calls)
 
@@ -196,7 +229,9 @@ def hooked(model: nn.Module, module: nn.Module, site: Site, name: Any, record: R
 
     def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (value(args, kwargs, output[0]), *output[1:])
+            changed = list(output)
+            changed[site.argument] = value(args, kwargs, output[site.argument])
+            return tuple(changed)
         if hasattr(output, "logits"):
             output.logits = value(args, kwargs, output.logits)
             return output
@@ -218,18 +253,9 @@ def attention_replaced(
 ) -> Iterator[None]:
     """For the modules of ``inside`` the attention call is ``formula``, for every other module it is what it was."""
     implementation = model.config._attn_implementation
-
-    def recording(names: Mapping[str, str]) -> Callable:
-        return lambda part, tensor: record(names[part], tensor) if part in names else tensor
-
     if isinstance(formula, Forward):
-        for module, names in inside.items():
-            module.forward = partial(formula.forward, recording(names), module)
-        try:
+        with forwards_replaced(inside, record, formula.forward):
             yield
-        finally:
-            for module in inside:
-                del module.forward
         return
 
     def serving(attend: Callable) -> Callable:
@@ -238,7 +264,7 @@ def attention_replaced(
         ):
             if module not in inside:
                 return attend(module, query, key, value, mask, *args, **kwargs)
-            at = recording(inside[module])
+            at = recording(record, inside[module])
             if implementation == "eager":
                 output, pattern = formula(at, module, query, key, value, mask, *args, **kwargs)
                 return output.transpose(1, 2) if formula.method else output, pattern
@@ -266,6 +292,25 @@ def attention_replaced(
                 setattr(owner, name, attend)
         else:
             del ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+@contextmanager
+def forwards_replaced(
+    parts: Mapping[nn.Module, Mapping[str, Any]], record: Recorder, forward: Callable
+) -> Iterator[None]:
+    """For the modules of ``parts`` the forward is ``forward(at, module, ...)``."""
+    for module, names in parts.items():
+        module.forward = partial(forward, recording(record, names), module)
+    try:
+        yield
+    finally:
+        for module in parts:
+            del module.forward
+
+
+def recording(record: Recorder, names: Mapping[str, Any]) -> Callable:
+    """``at(part, tensor)``, which records the parts that have a name."""
+    return lambda part, tensor: record(names[part], tensor) if part in names else tensor
 
 
 def owners_of(kind: type, name: str) -> list[Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
 from nnterp.testing.edits import edit_of, moved, only_at, only_row, rows, spot
 from nnterp.testing.facts import ROOT_VALUES, Facts
-from nnterp.testing.oracles import Edit
+from nnterp.testing.oracles import Edit, Within
 
 #: The values with an axis of heads.
 HEADED = tuple(
@@ -56,7 +56,7 @@ class Writing(Facts):
         host, name = self.host(value, self.EDITED)
         place, edit = (value, self.edited_at(value)), edit_of(value)
         edits = {place: edit}
-        if value == "layer_mid":
+        if value == "layer_mid" and not isinstance(self.where(value), Within):
             edits = self.mid_through_attention(edit)
         if edits is None:
             return
