@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nnsight.intervention.interleaver import OutOfOrderError
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, T5Config
 
-from nnterp import StandardizedTransformer, Unavailable, UnsupportedFamily
+from nnterp import StandardizedTransformer, Unavailable, UnsupportedFamily, families
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 WIDTH = 32
@@ -296,6 +296,16 @@ def test_a_block_skipped_with_what_is_no_stream(model):
         model.skip_layers(1, 2, skip_with=torch.zeros(6, WIDTH))  # here
 
 
+def test_a_projection_of_another_width(model):
+    for wrong, got in ((torch.zeros(2, 5), r"\(2, 5\)"), (torch.tensor(1.0), r"\(\)"), ([1.0], "list")):
+        with mistake(ValueError, "project_on_vocab", "hidden_size 32", got):
+            model.project_on_vocab(wrong)  # here
+        with mistake(ValueError, "project_on_vocab", "hidden_size 32", got):
+            model.get_topk_closest_tokens(wrong)  # here
+    with mistake(ValueError, "project_on_vocab", r"\(2, 6, 5\)"), model.trace(IDS):
+        model.project_on_vocab(model.layers[1].layer_output[..., :5])  # here
+
+
 def test_probabilities_of_more_than_one_position(model):
     with mistake(ValueError, r"\[vocab_size\]", r"\(2, 400\)"):
         model.probs_to_dict(torch.zeros(2, 400))  # here
@@ -307,11 +317,13 @@ def test_probabilities_of_more_than_one_position(model):
 def test_a_rename_that_resolves_nowhere(small_checkpoint):
     with mistake(ValueError, "nothing.here", "my_name", "names no module"):
         StandardizedTransformer(str(small_checkpoint), rename={"nothing.here": "my_name"})  # here
+    with mistake(ValueError, "nothing", "norm", "names no module"):
+        StandardizedTransformer(str(small_checkpoint), rename={"nothing": "norm"})  # here
 
 
 def test_a_rename_that_collides(small_checkpoint):
     """With another alias, with a module, with a value, with a method."""
-    for taken in ("norm", "logits", "trace", "hidden_size"):
+    for taken in ("norm", "logits", "trace", "hidden_size", "generator"):
         with mistake(ValueError, taken):
             StandardizedTransformer(str(small_checkpoint), rename={"lm_head": taken})  # here
     with mistake(ValueError, "self_attn"):
@@ -330,6 +342,13 @@ def test_a_rename_that_collides(small_checkpoint):
 def test_a_family_without_its_maps(small_checkpoint, family, missing):
     with mistake(TypeError, "family=", f"has no {missing}"):
         StandardizedTransformer(str(small_checkpoint), family=family)  # here
+
+
+def test_a_registered_family_without_its_maps(small_checkpoint, monkeypatch):
+    model_type = AutoConfig.from_pretrained(small_checkpoint).model_type
+    monkeypatch.setitem(families.REGISTRY, model_type, SimpleNamespace(RENAME={}))
+    with mistake(TypeError, repr(model_type), "no ENVOYS"):
+        StandardizedTransformer(str(small_checkpoint))  # here
 
 
 def test_a_directory_without_config(tmp_path):

@@ -5,6 +5,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from nnsight import Envoy
+from nnsight.intervention.aliasing import named
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from torch import nn
 
@@ -19,18 +20,22 @@ from nnterp.shipped import module_name, package_for
 def resolve_family(repo_id: Any, family: Any, kwargs: dict) -> Any:
     """The family of this load: the one passed, else the one of the config's ``model_type``."""
     if family is not None:
-        missing = [name for name in ("RENAME", "ENVOYS") if not isinstance(getattr(family, name, None), dict)]
-        if missing:
-            raise TypeError(
-                f"family= takes a module or object with the dicts RENAME and ENVOYS; {family!r} has no "
-                f"{' and no '.join(missing)}"
-            )
-        return family
+        return with_maps(family, "family= takes")
     config = read_config(repo_id, kwargs)
     model_type = (getattr(config, "text_config", None) or config).model_type
     if model_type not in families.REGISTRY:
         refuse_encoders(config, model_type)
-    return families.lookup(model_type)
+    return with_maps(families.lookup(model_type), f"the family of {model_type!r} is")
+
+
+def with_maps(family: Any, what: str) -> Any:
+    """``family``, which has to have its two maps."""
+    missing = [name for name in ("RENAME", "ENVOYS") if not isinstance(getattr(family, name, None), dict)]
+    if missing:
+        raise TypeError(
+            f"{what} a module or object with the dicts RENAME and ENVOYS; {family!r} has no {' and no '.join(missing)}"
+        )
+    return family
 
 
 def read_config(repo_id: Any, kwargs: dict) -> Any:
@@ -131,15 +136,23 @@ def restore_parameter_plan() -> None:
 
 
 def check_names(model: Any, rename: dict) -> None:
-    """Raise ValueError for an alias the caller asked for that no module answers to."""
+    """Raise ValueError for an alias the caller asked for by which no module goes, or something else than its own."""
     for key, aliases in rename.items():
+        found = [(envoy, target) for envoy in model.modules() for _, target in named(envoy, key)]
+        if not found:
+            raise ValueError(
+                f"rename={{{key!r}: {aliases!r}}} names no module of {type(model._module).__name__}: a key is a path "
+                f"from the root ('transformer.h') or a module's own name ('attn'); print(model._module) shows them"
+            )
         for alias in [aliases] if isinstance(aliases, str) else aliases:
-            name = alias.rsplit(".", 1)[-1]
-            if not any(name in envoy._aliases or name in envoy._child_map for envoy in model.modules()):
-                raise ValueError(
-                    f"rename={{{key!r}: {alias!r}}} names no module of {type(model._module).__name__}: a key is a path "
-                    f"from the root ('transformer.h') or a module's own name ('attn'); print(model._module) shows them"
-                )
+            prefix, _, name = alias.rpartition(".")
+            for envoy, target in found:
+                host = envoy.get(prefix) if prefix else envoy
+                if host.__dict__.get(name) is not target:
+                    raise ValueError(
+                        f"rename={{{key!r}: {alias!r}}}: {name!r} is a name that {host.path} has for something else; "
+                        f"take another"
+                    )
 
 
 # -- preprocessors ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 values.
 """
 
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -113,8 +115,9 @@ class Standardized(Standard):
 
     def _index(self, layer: int) -> int:
         """``layer`` as an index from 0; IndexError past the ends."""
-        if not isinstance(layer, int) or isinstance(layer, bool):
+        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
             raise TypeError(f"a layer is an int, not {type(layer).__name__} ({layer!r})")
+        layer = operator.index(layer)
         if not -self.num_layers <= layer < self.num_layers:
             raise IndexError(f"layer {layer} is out of range: the model has {self.num_layers} blocks")
         return layer % self.num_layers
@@ -146,7 +149,9 @@ class Standardized(Standard):
         """Skip blocks ``start`` through ``end`` inclusive, inside a trace before they run.
 
         The stream entering ``start`` (or ``skip_with``, ``[batch, seq, hidden_size]``) goes straight to the block after
-        ``end``. Negative indices count from the end. With several invokes, every one has to skip the same blocks.
+        ``end``. Negative indices count from the end. With several invokes, every one has to skip the same blocks. In
+        ``generate`` skip them at every step (``tracer.iter``): a block that runs at some steps only has no keys of the
+        others to attend to, and fails where its part of the cache then has another length than the mask.
         """
         first, last = self._index(start), self._index(end)
         if first > last:
@@ -157,11 +162,11 @@ class Standardized(Standard):
 
     def steer(
         self,
-        layers: int | list[int],
+        layers: int | Sequence[int],
         vector: Tensor,
         factor: float = 1.0,
-        token_positions: int | list[int] | slice | None = None,
-        batch_index: int | list[int] | None = None,
+        token_positions: int | Sequence[int] | Tensor | slice | None = None,
+        batch_index: int | Sequence[int] | Tensor | slice | None = None,
     ) -> None:
         """Add ``factor * vector`` to the stream leaving each of ``layers``, in place, inside a trace.
 
@@ -172,17 +177,16 @@ class Standardized(Standard):
                 the stream's dtype and device.
             factor: Its multiplier.
             token_positions: The positions to add it at; all by default.
-            batch_index: The row or rows to add it to; all by default.
+            batch_index: The row or rows to add it to, at each of the positions; all by default.
         """
         if not isinstance(vector, Tensor) or vector.dim() == 0 or vector.shape[-1] != self.hidden_size:
             got = tuple(vector.shape) if isinstance(vector, Tensor) else type(vector).__name__
             raise ValueError(f"steer takes a vector of width {self.hidden_size} (hidden_size), not {got}")
-        indices = [self._index(layer) for layer in ([layers] if isinstance(layers, int) else layers)]
+        indices = [self._index(layer) for layer in listed(layers)]
         if indices != sorted(indices):
             raise ValueError(f"steer adds as the blocks run: give layers in ascending order, not {layers}")
-        rows = slice(None) if batch_index is None else [batch_index] if isinstance(batch_index, int) else batch_index
-        at = slice(None) if token_positions is None else token_positions
-        at = [at] if isinstance(at, int) else at
+        rows = slice(None) if batch_index is None else listed(batch_index)
+        at = slice(None) if token_positions is None else listed(token_positions)
         if isinstance(rows, list) and isinstance(at, list):
             rows = torch.tensor(rows)[:, None]  # every row at every position, not pairs
         for index in indices:
@@ -231,6 +235,14 @@ class Standardized(Standard):
     def _require_tokenizer(self, why: str) -> None:
         if self.tokenizer is None:
             raise ValueError(f"{why}, and this model has no tokenizer: pass tokenizer= where it is built")
+
+
+def listed(places: Any) -> list | slice:
+    """One place or several, however they are given, as a list; a slice as it is."""
+    if isinstance(places, slice):
+        return places
+    places = places.tolist() if hasattr(places, "tolist") else places  # a tensor's or an array's
+    return list(places) if isinstance(places, Iterable) else [places]
 
 
 def soft_capped(model: Standardized, logits: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 
 class StandardizedProperty:
     """A fact about the whole model, such as ``hidden_size``.
@@ -31,9 +33,10 @@ class StandardizedProperty:
 
 
 class StandardizedCapability(StandardizedProperty):
-    """A method over the whole model, such as ``project_on_vocab``, that the family's module can replace by its own.
+    """A method of a residual-stream tensor, such as ``project_on_vocab``, that the family's module can replace.
 
-    It runs modules, so calling it loads the weights of a model that has none yet.
+    It runs modules, so calling it loads the weights of a model that has none yet. Raises ValueError for a tensor of
+    another width than the stream's.
     """
 
     def __get__(self, model: Any, owner: Any = None) -> Any:
@@ -41,10 +44,14 @@ class StandardizedCapability(StandardizedProperty):
             return self
         return partial(self._run, model)
 
-    def _run(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, model: Any, hidden: Any) -> Any:
+        width = model.hidden_size
+        if not isinstance(hidden, Tensor) or hidden.dim() == 0 or hidden.shape[-1] != width:
+            got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise ValueError(f"{self.name} of {model.path} takes a tensor [..., hidden_size {width}], not {got}")
         if not model.dispatched:
             model.dispatch()
-        return (getattr(model.family, self.name, None) or self.rule)(model, *args, **kwargs)
+        return (getattr(model.family, self.name, None) or self.rule)(model, hidden)
 
 
 def text_config(model: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Size, Tensor, nn
 
 from nnterp import loading
 from nnterp.components.eproperty import DerivedEProperty, EProperty
+from nnterp.components.inputs import TokenIds
 from nnterp.components.layouts import Logits, NextTokenProbs, Residual, Tokens
 from nnterp.components.serving import ServingInterleaver
 from nnterp.components.standard import Blocks
@@ -100,11 +101,12 @@ class StandardizedTransformer(Standardized, TransformersModel):
 
     # -- root values ------------------------------------------------------------------------------------------------
 
-    @EProperty("inputs", description="The token ids the model is called with", select="input_ids", resizable=("seq",))
+    @TokenIds("inputs", description="The token ids the model is called with", select="input_ids", resizable=("seq",))
     def input_ids(self, value: Tensor) -> Tokens:
         """The token ids of this call, ``[batch, seq]``.
 
-        Assign other ids (of any length) and the model runs on those.
+        Assign other ids and the model runs on those. Ids of another length take a mask of ones with them; where rows
+        are padded assign `attention_mask` first. ValueError for another length in a generation or with a cache.
         """
         return value
 
@@ -112,7 +114,7 @@ class StandardizedTransformer(Standardized, TransformersModel):
     def attention_mask(self, value: Tensor) -> Tokens:
         """The attention mask of this call, ``[batch, seq]``: 0 where a row is padded.
 
-        Not resized when `input_ids` are.
+        Assign one of another length before `input_ids` of that length.
         """
         return value
 
