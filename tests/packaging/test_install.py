@@ -1,6 +1,10 @@
 """The distributions installed into fresh environments: the core alone, with one package, with a third-party plugin."""
 
+from pathlib import Path
+
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.packaging
 
@@ -83,6 +87,63 @@ print(json.dumps({plugin.name: plugin.state for plugin in families.plugins()}))
     assert plugins == {"dense": "loaded", "recurrent": "loaded"}
     llama = environment.report(TINY_LLAMA)
     assert llama == {"family": "nnterp_families_dense.llama", "warnings": [], "stream": True, "logits": True}
+
+
+SERVED = """
+import json
+from nnterp import families
+
+found = [(name, families.lookup(name)) for name in {types!r}]
+print(json.dumps({{name: [family.__name__, len(family.ENVOYS) > 0] for name, family in found}}))
+"""
+
+RUN_ONE = """
+import json
+import torch
+from nnterp import StandardizedTransformer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+config = AutoConfig.for_model({model_type!r}, **{config!r})
+module = AutoModelForCausalLM.from_config(config).eval()
+ids = torch.tensor([[3, 1, 4, 1, 5]])
+model = StandardizedTransformer(module)
+with torch.no_grad(), model.trace(ids):
+    value = model.layers[0].{value}.save()
+    logits = model.logits.save()
+with torch.no_grad():
+    expected = module(input_ids=ids).logits
+print(json.dumps([list(value.shape), torch.equal(logits, expected)]))
+"""
+
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+def family_types(package):
+    """The types a package of this repository serves: a module each."""
+    source = ROOT / package / "src" / package.replace("-", "_")
+    return sorted(path.stem for path in source.glob("*.py") if not path.stem.startswith("_"))
+
+
+def test_the_mixtures(fresh):
+    environment = fresh("nnterp[moe]")
+    assert environment.distributions() == {"nnterp", "nnterp-core", "nnterp-families-dense", "nnterp-families-moe"}
+    types = family_types("nnterp-families-moe")
+    assert len(types) >= 12
+    served = environment.report(SERVED.format(types=types))
+    assert served == {name: [f"nnterp_families_moe.{name}", True] for name in types}
+    config = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4, "num_local_experts": 4}
+    ran = environment.report(RUN_ONE.format(model_type="mixtral", config=config, value="mlp.router_logits"))
+    assert ran == [[1, 5, 4], True]
+
+
+def test_the_recurrent_mixers(fresh):
+    environment = fresh("nnterp[recurrent]")
+    types = family_types("nnterp-families-recurrent")
+    served = environment.report(SERVED.format(types=types))
+    assert served == {name: [f"nnterp_families_recurrent.{name}", True] for name in types}
+    config = {**SMALL, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    ran = environment.report(RUN_ONE.format(model_type="mamba2", config=config, value="linear_attn.state_output"))
+    assert ran == [[1, 4, 8, 16], True]
 
 
 def test_somebody_elses_plugin(fresh):
