@@ -1,5 +1,7 @@
 """nnterp.activations against transformers' own hidden states, each prompt run alone."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,12 @@ from nnterp.activations import (
     get_token_activations,
     layer_output,
 )
+from nnterp.interventions import logit_lens
 
+BATCHED = [
+    partial(collect_token_activations_batched, batch_size=2),
+    partial(collect_last_token_activations_session, batch_size=2),
+]
 PROMPTS = ["The capital of France is", "king", "The Eiffel Tower is in the city of Paris", "hello hello", "Berlin is"]
 
 
@@ -97,6 +104,38 @@ def test_a_position_needs_padding_on_the_other_side(small_model, padding_right):
 def test_nothing_to_run(small_model):
     with pytest.raises(ValueError, match="give prompts, or tracer="):
         get_token_activations(small_model)
+    for run in (get_token_activations, compute_next_token_probs, logit_lens, *BATCHED):
+        with pytest.raises(ValueError, match="nothing to run: the list of prompts is empty"):
+            run(small_model, [])
+        with pytest.raises(ValueError, match="makes no token"):
+            run(small_model, ["king", ""])
+    with pytest.raises(ValueError, match="layers is empty"):
+        get_token_activations(small_model, PROMPTS, layers=[])
+    for collect in BATCHED:
+        with pytest.raises(ValueError, match="one prompt or more, not 0"):
+            collect(small_model, PROMPTS, batch_size=0)
+
+
+def test_one_layer_is_a_list_of_one(small_model):
+    close(get_token_activations(small_model, PROMPTS, layers=-1), bare_streams(small_model, PROMPTS)[-1:])
+    with pytest.raises(IndexError, match="layer 9 is out of range: the model has 4 blocks"):
+        get_token_activations(small_model, PROMPTS, layers=9)
+
+
+@pytest.mark.parametrize("kind", [str, list, torch.Tensor])
+def test_a_single_prompt_is_not_cut_into_batches(small_model, kind):
+    ids = small_model.tokenizer(PROMPTS[2])["input_ids"]
+    prompt = {str: PROMPTS[2], list: ids, torch.Tensor: torch.tensor(ids)}[kind]
+    for collect in BATCHED:
+        close(collect(small_model, prompt, batch_size=2), bare_streams(small_model, [PROMPTS[2]]))
+
+
+def test_next_token_probs_need_left_padding(padding_right):
+    with pytest.raises(ValueError, match="padded on the left"):
+        compute_next_token_probs(padding_right, PROMPTS)
+    found = compute_next_token_probs(padding_right, PROMPTS[0])
+    logits = padding_right._module(**padding_right.tokenizer(PROMPTS[0], return_tensors="pt")).logits
+    torch.testing.assert_close(found[0], logits[0, -1].softmax(-1).detach(), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("collect", [collect_token_activations_batched, collect_last_token_activations_session])
@@ -110,8 +149,8 @@ def test_batches_give_what_the_prompts_give_together(small_model, collect):
 
 def test_batches_show_their_progress(small_model):
     seen = []
-    collect_token_activations_batched(small_model, PROMPTS, 2, tqdm=lambda starts: seen.extend(starts) or starts)
-    assert seen == [0, 2, 4]
+    collect_token_activations_batched(small_model, PROMPTS, 2, tqdm=lambda parts: seen.extend(parts) or parts)
+    assert seen == [PROMPTS[:2], PROMPTS[2:4], PROMPTS[4:]]
 
 
 def test_a_remote_run_sends_every_batch_in_one_session(small_model):

@@ -98,6 +98,13 @@ def test_target_batches():
         TargetPromptBatch.auto(two, 3)
     with pytest.raises(ValueError, match="1 positions"):
         TargetPromptBatch.from_prompts(["a", "b"], [1])
+    with pytest.raises(TypeError, match="TargetPrompt.*'hello'"):
+        TargetPromptBatch.auto("hello", 1)
+
+
+def test_no_target_prompts_are_not_the_default_one(small_llama):
+    with pytest.raises(ValueError, match="0 target prompts for 1"):
+        patchscope_lens(small_llama, "king", [])
 
 
 def test_patchscope_lens_puts_each_source_into_the_target(small_model):

@@ -91,6 +91,17 @@ def test_target_probs_sum_over_the_ids_of_a_target():
     assert torch.equal(every["a"], probs[:, :, 1] + probs[:, :, 4])
     assert torch.equal(every["b"], probs[:, :, 7])
     assert torch.equal(prompt.get_target_probs(probs, layer=-1)["a"], every["a"][:, -1])
+    assert torch.equal(Prompt("text", {"a": [4, 1, 4]}).get_target_probs(probs)["a"], every["a"])
+
+
+def test_a_target_without_ids_is_refused(small_llama):
+    """It would have the probability zero, whatever the model says."""
+    with pytest.raises(ValueError, match="target 'wrong' of 'text'.*no token ids"):
+        Prompt("text", {"right": [1], "wrong": []})
+    with pytest.raises(ValueError, match="target 'target' of 'text', which is to begin ''"):
+        Prompt.from_strings("text", "", small_llama)
+    with pytest.raises(ValueError, match="target 'a'"):
+        Prompt("text", {"a": [-1]})
 
 
 def test_run_gives_the_bare_models_probability(small_model):

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nnterp.root import listed
+
 if TYPE_CHECKING:
     from nnsight.intervention.tracer import InterleavingTracer
 
@@ -48,10 +50,44 @@ def check_position(model: StandardizedTransformer, idx: int) -> None:
         )
 
 
-def block_indices(model: StandardizedTransformer, layers: Sequence[int] | None) -> list[int]:
-    """``layers`` with negative indices counted from the last block; every block for None. IndexError out of range."""
-    every = range(len(model.layers))
-    return list(every) if layers is None else [every[layer] for layer in layers]
+def check_prompts(model: StandardizedTransformer, prompts: Any) -> None:
+    """Refuse what has no last token: no prompts at all, and a text that the tokenizer makes no token of.
+
+    Raises:
+        ValueError: saying which of the two.
+    """
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(texts, (list, tuple)):
+        if not texts:
+            raise ValueError("nothing to run: the list of prompts is empty")
+        if "" in [text for text in texts if isinstance(text, str)] and not model.tokenizer("")["input_ids"]:
+            raise ValueError(
+                "one of the prompts is '', of which this tokenizer makes no token: there is none to read at"
+            )
+
+
+def batches(prompts: Any, size: int) -> list:
+    """``prompts``, ``size`` at a time. A text, or the token ids of one, is one prompt and not cut up."""
+    if size < 1:
+        raise ValueError(f"a batch holds one prompt or more, not {size}")
+    single = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int))
+    prompts = [prompts] if single or getattr(prompts, "ndim", 2) == 1 else prompts
+    if not len(prompts):
+        raise ValueError("nothing to run: the list of prompts is empty")
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
+def block_indices(model: StandardizedTransformer, layers: int | Sequence[int] | None) -> list[int]:
+    """``layers`` with negative indices counted from the last block; every block for None.
+
+    Raises:
+        IndexError: a block that the model does not have.
+        ValueError: no blocks.
+    """
+    indices = list(range(len(model.layers))) if layers is None else [model._index(each) for each in listed(layers)]
+    if not indices:
+        raise ValueError("layers is empty: give the blocks to read, or None for all of them")
+    return indices
 
 
 def get_token_activations(
@@ -75,7 +111,8 @@ def get_token_activations(
             on. Without it the call opens a trace of its own, stops it after the last layer and returns a CPU tensor.
 
     Raises:
-        ValueError: ``idx`` could fall on padding (``check_position``), or neither ``prompts`` nor ``tracer`` is given.
+        ValueError: ``idx`` could fall on padding (``check_position``), a prompt has no token (``check_prompts``), or
+            neither ``prompts`` nor ``tracer`` is given.
     """
     if prompts is None and tracer is None:
         raise ValueError("nothing to run: give prompts, or tracer=, the trace that is already open")
@@ -85,6 +122,7 @@ def get_token_activations(
     indices = block_indices(model, layers)
     if tracer is not None:
         return _stacked(model, indices, read, idx)
+    check_prompts(model, prompts)
     with torch.no_grad(), model.trace(prompts, remote=remote) as own_tracer:
         activations = _stacked(model, indices, read, idx).cpu().save()
         own_tracer.stop()
@@ -114,13 +152,15 @@ def collect_last_token_activations_session(
     check_position(model, idx)
     read = get_activations or layer_output
     indices = block_indices(model, layers)
+    check_prompts(model, prompts)
+    parts = batches(prompts, batch_size)
     with torch.no_grad(), model.session(remote=remote):
-        batches = [].save()
-        for start in range(0, len(prompts), batch_size):
-            with model.trace(prompts[start : start + batch_size]) as tracer:
-                batches.append(_stacked(model, indices, read, idx).cpu())
+        found = [].save()
+        for part in parts:
+            with model.trace(part) as tracer:
+                found.append(_stacked(model, indices, read, idx).cpu())
                 tracer.stop()
-    return torch.cat(batches, dim=1)
+    return torch.cat(found, dim=1)
 
 
 def collect_token_activations_batched(
@@ -143,20 +183,26 @@ def collect_token_activations_batched(
         return collect_last_token_activations_session(
             model, prompts, batch_size, layers, get_activations, remote=remote, idx=idx
         )
-    starts: Iterable[int] = range(0, len(prompts), batch_size)
-    batches = [
-        get_token_activations(
-            model, prompts[start : start + batch_size], layers, get_activations, remote=remote, idx=idx
-        )
-        for start in (tqdm(starts) if tqdm else starts)
+    parts = batches(prompts, batch_size)
+    found = [
+        get_token_activations(model, part, layers, get_activations, remote=remote, idx=idx)
+        for part in (tqdm(parts) if tqdm else parts)
     ]
-    return torch.cat(batches, dim=1)
+    return torch.cat(found, dim=1)
 
 
 def compute_next_token_probs(
     model: StandardizedTransformer, prompt: str | Sequence[str] | Any, remote: bool = False
 ) -> Tensor:
-    """The probability of each token to come next, ``[prompts, vocab_size]`` on the CPU, without gradients."""
+    """The probability of each token to come next, ``[prompts, vocab_size]`` on the CPU, without gradients.
+
+    Raises:
+        ValueError: several prompts are padded on the right, where the last position is not each prompt's last token,
+            or one has no token (``check_prompts``).
+    """
+    if not isinstance(prompt, str):
+        check_position(model, -1)
+    check_prompts(model, prompt)
     with torch.no_grad(), model.trace(prompt, remote=remote):
         probs = model.next_token_probs.cpu().save()
     return probs

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nnterp.activations import block_indices, check_position, get_token_activations
+from nnterp.activations import block_indices, check_position, check_prompts, get_token_activations
 from nnterp.components import Unavailable
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def logit_lens(
         ValueError: the tokenizer pads on the right, where the last position is not each prompt's last token.
     """
     check_position(nn_model, -1)
+    check_prompts(nn_model, prompts)
     with torch.no_grad(), nn_model.trace(prompts, remote=remote) as tracer:
         hidden = get_token_activations(nn_model, tracer=tracer)
         logits = nn_model.project_on_vocab(hidden).transpose(0, 1)
@@ -97,7 +98,10 @@ class TargetPromptBatch:
 
         Raises:
             ValueError: ``target`` holds another number of prompts.
+            TypeError: ``target`` is a text, which does not say where to patch.
         """
+        if isinstance(target, str):
+            raise TypeError(f"a target is a TargetPrompt(text, position to patch), not the text {target!r} alone")
         if isinstance(target, TargetPrompt):
             return cls.from_target_prompt(target, batch_size)
         batch = target if isinstance(target, TargetPromptBatch) else cls.from_target_prompts(target)
@@ -160,7 +164,8 @@ def patchscope_lens(
         latents = get_token_activations(nn_model, source_prompts, layers, remote=remote)
     if latents.dim() != 3 or len(latents) != len(layers):
         raise ValueError(f"latents are [layers, sources, hidden_size] for {len(layers)} layers, not {[*latents.shape]}")
-    target = TargetPromptBatch.auto(target_patch_prompts or repeat_prompt(), latents.shape[1])
+    target = repeat_prompt() if target_patch_prompts is None else target_patch_prompts
+    target = TargetPromptBatch.auto(target, latents.shape[1])
     _check_target(nn_model, target.prompts, target.index_to_patch)
     rows = torch.arange(len(target))
     found = []

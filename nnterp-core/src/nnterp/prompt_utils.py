@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from nnterp.activations import compute_next_token_probs
+from nnterp.activations import batches, compute_next_token_probs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,11 +108,21 @@ class Prompt:
         prompt: what the model reads.
         target_tokens: for each name, the ids whose probability counts for it.
         target_strings: for each name, the words the ids came from, where they came from words.
+
+    Raises:
+        ValueError: a target has no ids (an empty word begins with no token), or one that is no id.
     """
 
     prompt: str
     target_tokens: dict[str, list[int]]
     target_strings: dict[str, str | list[str]] | None = None
+
+    def __post_init__(self) -> None:
+        for name, tokens in self.target_tokens.items():
+            if not tokens or min(tokens) < 0:
+                said = (self.target_strings or {}).get(name)
+                words = "" if said is None else f", which is to begin {said!r}"
+                raise ValueError(f"target {name!r} of {self.prompt!r}{words}, has no token ids to watch: {tokens}")
 
     @classmethod
     def from_strings(
@@ -134,14 +144,15 @@ class Prompt:
         return len(ids) == len(set(ids))
 
     def get_target_probs(self, probs: Tensor, layer: int | None = None) -> dict[str, Tensor]:
-        """The probability of each target, summed over its ids, on the CPU.
+        """The probability of each target, summed over its ids (each once), on the CPU.
 
         ``probs`` is ``[batch, layers, vocab_size]``; a target's is ``[batch, layers]``, or ``[batch]`` at one
         ``layer``.
         """
         if layer is not None:
             probs = probs[:, layer]
-        return {name: probs[..., tokens].sum(-1).cpu() for name, tokens in self.target_tokens.items()}
+        once = {name: list(dict.fromkeys(tokens)) for name, tokens in self.target_tokens.items()}
+        return {name: probs[..., tokens].sum(-1).cpu() for name, tokens in once.items()}
 
     def run(
         self, model: StandardizedTransformer, get_probs: Callable[[StandardizedTransformer, str], Tensor]
@@ -185,10 +196,9 @@ def run_prompts(
                 f"{prompt.prompt!r} has {list(prompt.target_tokens)}"
             )
     get_probs = get_probs_func or next_token_probs_unsqueeze
-    starts: Iterable[int] = range(0, len(prompts), batch_size)
+    parts = batches(prompts, batch_size)
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
-    for start in tqdm(starts) if tqdm else starts:
-        batch = prompts[start : start + batch_size]
+    for batch in tqdm(parts) if tqdm else parts:
         with torch.no_grad():
             probs = get_probs(model, [prompt.prompt for prompt in batch], remote=remote, **(func_kwargs or {}))
         for row, prompt in enumerate(batch):
