@@ -228,10 +228,11 @@ class Moe(Mlp):
         if not self.root.dispatched:
             self.root.dispatch()
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return self._one_expert(child(self, "experts")._module, self._expert(expert), flat).view(hidden.shape)
+        experts = child(self, "experts") or self
+        return self._one_expert(experts._module, self._expert(expert), flat).view(hidden.shape)
 
     def _one_expert(self, experts: Any, expert: int, tokens: Tensor) -> Tensor:
-        """Expert ``expert`` of the module ``experts`` on ``[tokens, hidden_size]``."""
+        """Expert ``expert`` of the module ``experts``, or of the mixture where it has none, on ``[tokens, hidden]``."""
         return experts_interface.one_expert(experts, expert, tokens)
 
     def route_to(self, indices: Tensor | list[int] | int, weights: Tensor | list[float] | float | None = None) -> None:
