@@ -53,6 +53,7 @@ from nnterp.components.recurrence.linear_attention import (
     States,
 )
 from nnterp.components.recurrence.mixer import EffectiveAttention, RecurrentMixer
+from nnterp.components.recurrence.rg_lru import GatedRecurrence, GatedUnit, UnitState, UnitStates, UnitValues
 from nnterp.components.recurrence.routing import chunk_per_token, route_delta_rule, route_kernels
 from nnterp.components.recurrence.state_space import (
     ScanDecays,
@@ -102,6 +103,8 @@ __all__ = [
     "FIRST",
     "FlatResidual",
     "Flattened",
+    "GatedRecurrence",
+    "GatedUnit",
     "Gates",
     "HEADS",
     "HEAD_DIM",
@@ -154,6 +157,9 @@ __all__ = [
     "TOKENS",
     "TokenEProperty",
     "Unavailable",
+    "UnitState",
+    "UnitStates",
+    "UnitValues",
     "VOCAB",
     "Values",
     "apart",

@@ -83,10 +83,15 @@ def token_location(path: str, token: int) -> str:
     return f"{path}.{STATE_AT}_after_{token}"
 
 
-@cache
 def parameters(kernel: Callable) -> tuple[str, ...]:
     """The names of a kernel's parameters, in order."""
-    return tuple(inspect.signature(plain(kernel)).parameters)
+    names = declared(plain(kernel))
+    return names[1:] if inspect.ismethod(kernel) else names
+
+
+@cache
+def declared(function: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 class KernelCall:
@@ -206,16 +211,16 @@ class KernelCall:
             args = tuple(arguments.pop(name) for name in self.positional)
             part, state = self.mechanism.unpack(self, self.kernel(*args, **arguments), final=True)
             outputs.append(part)
-            self.position = stop
             state = self._chosen(stop - 1, state)
+            self.position = stop
         return self.mechanism.pack(self, torch.cat(outputs, dim=1), state)
 
     # -- what a copy of a kernel calls --------------------------------------------------------------------------------
 
     def token(self, state: Tensor) -> Tensor:
         """``state``, the recurrence's after the next token, as it goes on."""
-        token, self.position = self.position, self.position + 1
-        state = self._chosen(token, self.handle(STATE_AT, state))
+        state = self._chosen(self.position, self.handle(STATE_AT, state))
+        self.position += 1
         if self.kept is not None:
             self.kept.append(state)
         return state

@@ -17,11 +17,14 @@ def causal(length: int, like: Tensor) -> Tensor:
 def kept(decays: Tensor) -> Tensor:
     """How much of what token ``key`` wrote is left at token ``query``: ``[..., query, key]`` from ``[..., seq]`` logs.
 
-    The product of the decays of the tokens behind ``key`` up to ``query``; zero where ``query`` is before ``key``.
+    The product of the decays of the tokens behind ``key`` up to ``query``; zero where ``query`` is before ``key``, or
+    a token between them keeps nothing (-inf).
     """
-    total = decays.cumsum(-1)
+    ends = torch.isneginf(decays)
+    total, span = decays.masked_fill(ends, 0).cumsum(-1), ends.cumsum(-1)
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
-    return between.masked_fill(~causal(decays.shape[-1], decays), float("-inf")).exp()
+    apart = span.unsqueeze(-1) != span.unsqueeze(-2)
+    return between.masked_fill(apart | ~causal(decays.shape[-1], decays), float("-inf")).exp()
 
 
 def state_space(queries: Tensor, keys: Tensor, decays: Tensor, betas: Tensor) -> Tensor:

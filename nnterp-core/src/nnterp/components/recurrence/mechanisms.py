@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from nnterp.components.recurrence import effective
@@ -266,14 +267,69 @@ class StateSpace(InPlaceUpdate):
         return outputs.unsqueeze(1) if call.step else outputs
 
     def unserved_outputs(self, call: Any, outputs: Tensor) -> Tensor:
-        return outputs.squeeze(1) if call.step else outputs
+        return (outputs.squeeze(1) if call.step else outputs).contiguous()  # the mixers take views of it
 
     def effective_attention(self, call: Any, values: dict[str, Any]) -> Tensor:
         return effective.state_space(values["queries"], values["keys"], values["decays"], values["betas"])
 
 
+ANEW = "the recurrence starts anew at position 0, so nothing of the state it is given is kept: edit decays before it"
+
+
+class GatedRecurrence(Mechanism):
+    """RG-LRU: one number per channel, which a gate keeps a part of and a value is added to; no kernel for a step."""
+
+    TOKENS = {"values": "hidden_states"}
+    INITIAL = "recurrent_states"
+
+    def decays(self, call: Any) -> Tensor:
+        gate, reset = call.arguments["recurrent_gate"], call.arguments["reset"]
+        return gate.float().log().masked_fill(reset, float("-inf"))
+
+    def read(self, call: Any) -> dict[str, Any]:
+        initial, decays = self.initial(call), self.decays(call)
+        anew = torch.isneginf(decays[:, 0])
+        without_data = isinstance(anew, FakeTensor)
+        if initial is not None:
+            initial = None if not without_data and anew.all() else initial.masked_fill(anew, 0)
+        return {"values": call.arguments["hidden_states"], "decays": decays, "state_input": initial}
+
+    def write(self, call: Any, changed: dict[str, Any], served: dict[str, Any]) -> None:
+        arguments = call.arguments
+        if "values" in changed:
+            arguments["hidden_states"] = changed["values"]
+        if "decays" in changed:
+            before, initial = self.decays(call), self.initial(call)
+            self.keep_by(call, changed["decays"], torch.eq(changed["decays"], before))
+            if initial is not None:  # what the module keeps of another prompt
+                arguments[self.INITIAL] = initial.masked_fill(torch.isneginf(before[:, 0]), 0)
+        if "state_input" in changed:
+            state = changed["state_input"]
+            if state.masked_select(torch.isneginf(served["decays"][:, 0])).any():
+                raise ValueError(f"state_input of {call.path} was edited, and {ANEW}")
+            arguments[self.INITIAL] = state
+
+    def keep_by(self, call: Any, decays: Tensor, same: Tensor) -> None:
+        """Have the kernel keep ``exp(decays)`` of the state; its own gate to the bit where they are the ``same``."""
+        gate, reset = call.arguments["recurrent_gate"], call.arguments["reset"]
+        kept = decays.exp().to(gate.dtype)
+        own = gate.masked_fill(reset, 0).detach() + (kept - kept.detach())
+        call.arguments.update(recurrent_gate=torch.where(same, own, kept), reset=torch.zeros_like(reset))
+
+    def differentiate(self, call: Any, unchanged: dict[str, Any], served: dict[str, Any]) -> None:
+        if "decays" in unchanged and served["decays"].requires_grad:
+            self.keep_by(call, served["decays"], torch.ones_like(served["decays"], dtype=torch.bool))
+
+    def pack(self, call: Any, outputs: Tensor, final: Tensor | None) -> Any:
+        return outputs, final
+
+    def effective_attention(self, call: Any, values: dict[str, Any]) -> Tensor:
+        return effective.kept(values["decays"].transpose(1, 2))
+
+
 #: By the name that a family's tap uses.
 MECHANISMS: dict[str, Mechanism] = {
+    "gated_recurrence": GatedRecurrence(),
     "delta_rule": DeltaRule(),
     "selective_scan": SelectiveScan(),
     "state_space": StateSpace(),

@@ -37,6 +37,12 @@ def kernel_names(family: Any) -> dict[tuple[str, str], str]:
     return found
 
 
+def has_mixers(family: Any) -> bool:
+    """Whether a family has recurrent mixers, with kernels to route or without."""
+    kinds = getattr(family, "ENVOYS", {}).values()
+    return any(isinstance(kind, type) and issubclass(kind, RecurrentMixer) for kind in kinds)
+
+
 def mixers(kind: type) -> list[type]:
     """``kind`` and every class made from it."""
     return [kind, *(found for subclass in kind.__subclasses__() for found in mixers(subclass))]
@@ -47,7 +53,8 @@ def route_kernels(family: Any, kernel: str = "torch") -> None:
 
     ``"torch"`` binds each name to transformers' own function, whatever compiled package is installed: slower, and what
     the state after every token needs. Where a decode step runs through a loop over tokens (a gated DeltaNet), a prompt
-    is bound to that loop too. ``"default"`` restores what was bound at import.
+    is bound to that loop too. ``"default"`` restores what was bound at import. A mixer whose recurrence is a method
+    (RG-LRU) has no name to bind, and stays what it is.
 
     Args:
         family: ``model.family``, or the modeling module of transformers that its mixers are defined in.
@@ -58,7 +65,7 @@ def route_kernels(family: Any, kernel: str = "torch") -> None:
     if kernel not in ("torch", "default"):
         raise ValueError(f'route_kernels takes "torch" or "default", not {kernel!r}')
     names = kernel_names(family)
-    if not names:
+    if not names and not has_mixers(family):
         raise ValueError(f"{getattr(family, '__name__', family)} has no recurrent mixer whose kernels could be routed")
     for (module, name), step in names.items():
         original = _originals.setdefault((module, name), getattr(sys.modules[module], name))

@@ -18,6 +18,9 @@ PER_TOKEN = {
     "_rnn_scan": "recurrent_states",
 }
 
+#: Those of them that take a single token past the loop, which does the same to it.
+SINGLE_TOKEN = {"_rnn_scan": "hidden_states.shape[1] == 1"}
+
 #: Kernels that hold the state at the boundaries of chunks in one tensor: its variable.
 BOUNDARIES = {"mamba2_chunk_scan": "new_states"}
 
@@ -78,6 +81,7 @@ def copied(function: Callable) -> Callable | None:
         raise CannotTap(f"{getattr(function, '__qualname__', function)} has no Python source") from error
     definition = tree.body[0]
     definition.decorator_list = []
+    always_looping(definition, SINGLE_TOKEN.get(function.__name__))
     found = [
         gated(definition),
         variable_after(definition, PER_TOKEN.get(function.__name__), "token"),
@@ -105,6 +109,17 @@ def gated(definition: ast.FunctionDef) -> bool:
                 body.insert(index, through("outputs", *targets(statement), statement))
                 return True
     return False
+
+
+def always_looping(definition: ast.FunctionDef, single_token: str | None) -> None:
+    """Send every call through the loop: the branch on the condition ``single_token`` is never taken."""
+    if single_token is None:
+        return
+    for node in ast.walk(definition):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == single_token:
+            node.test = ast.copy_location(ast.Constant(False), node.test)
+            return
+    raise CannotTap(f"{definition.name} does not branch on {single_token}")
 
 
 def variable_after(definition: ast.FunctionDef, variable: str | None, method: str) -> bool:
