@@ -33,7 +33,7 @@ def child(host: Any, name: str) -> Envoy | None:
     found = host.__dict__.get(name)
     if isinstance(found, Envoy):
         return found
-    return getattr(host, name) if isinstance(getattr(host._module, name, None), torch.nn.Module) else None
+    return getattr(host, name, None) if isinstance(getattr(host._module, name, None), torch.nn.Module) else None
 
 
 def pick(raw: Any, attribute: str, select: Any) -> Any:

@@ -66,6 +66,8 @@ class Standard(Envoy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        for native in self._other_parts():
+            self.__dict__.pop(native, None)
         self._renew()
 
     def _update(self, module: nn.Module) -> None:
@@ -100,6 +102,10 @@ class Standard(Envoy):
         return {name: value.reason(self) for name, value in self.values().items()}
 
     # -- locations inside the forward ---------------------------------------------------------------------------------
+
+    def _other_parts(self) -> list[str]:
+        """The native names of children that are another part of a block, by which they do not go."""
+        return [native for part, native in self._aliases.items() if part in PARTS and native in PARTS]
 
     def natives(self) -> dict[str, str]:
         """The native name of each child, by standard name."""
@@ -196,6 +202,8 @@ class Standard(Envoy):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in PARTS and name in self._other_parts():
+            raise NoSuchName(self, name)
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -214,6 +222,10 @@ class Standard(Envoy):
             return f"{message}. Did you mean {', '.join(close)}?"
         return f"{message}. Its values: {', '.join(self.values()) or 'none'}; its modules: {', '.join(self._child_map)}"
 
+
+#: What a block's parts are called. A part whose native name is that of another (a recurrent mixer under ``self_attn``)
+#: answers to its alias alone: what the native name stands for on other models is not here.
+PARTS = ("self_attn", "linear_attn", "mlp")
 
 #: Names that some block has and another has not; asking for one that is missing is worth its own words.
 STANDARD_CHILDREN = (
