@@ -31,7 +31,7 @@ MODULES = (
 pytest.register_assert_rewrite(*(f"nnterp.testing.{name}" for name in MODULES))
 
 from nnterp.testing.biased import BiasedMixtureSuite  # noqa: E402
-from nnterp.testing.mixture_oracles import Loop, gated_expert, interleaved_expert  # noqa: E402
+from nnterp.testing.mixture_oracles import Loop, WrittenOut, gated_expert, interleaved_expert  # noqa: E402
 from nnterp.testing.mixtures import MixtureSuite  # noqa: E402
 from nnterp.testing.oracles import (  # noqa: E402
     Block,
@@ -60,6 +60,7 @@ __all__ = [
     "Site",
     "WithSink",
     "Within",
+    "WrittenOut",
     "gated_expert",
     "heads",
     "interleaved_expert",

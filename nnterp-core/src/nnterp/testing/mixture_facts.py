@@ -22,6 +22,7 @@ class MixtureFacts(Facts):
     Attributes:
         DENSE: The blocks that run an ordinary MLP.
         ROUTER: Native name of the router in the mixture.
+        EXPERTS: Native name of the experts in the mixture, None where they are in no module of their own.
         SHARED: Native name of the shared expert in the mixture, None where there is none.
         EXPERT_WIDTH_KEY: The config key of one expert's width.
         EXPERTS_KEY, TOP_K_KEY: The config keys of how many experts there are, and how many a token gets.
@@ -29,6 +30,8 @@ class MixtureFacts(Facts):
             routed to.
         IMPLEMENTATIONS: Whether transformers has several implementations of the experts to choose from.
         OUTPUTS_LOGITS: Whether transformers returns the router's logits on ``output_router_logits=True``.
+        PARTS: The mixture's values, with those that this family alone has.
+        LOOP: The mixture written out (`mixture_oracles.Loop`).
     """
 
     EXPECTED_UNAVAILABLE = {
@@ -38,6 +41,7 @@ class MixtureFacts(Facts):
     }
     DENSE: tuple[int, ...] = ()
     ROUTER: str = "gate"
+    EXPERTS: str | None = "experts"
     SHARED: str | None = None
     EXPERT_WIDTH_KEY: str = "moe_intermediate_size"
     EXPERTS_KEY: str = "num_local_experts"
@@ -45,6 +49,8 @@ class MixtureFacts(Facts):
     GROUPED: bool = False
     IMPLEMENTATIONS: bool = True
     OUTPUTS_LOGITS: bool = True
+    PARTS: tuple[str, ...] = PARTS
+    LOOP: type[Loop] = Loop
 
     # -- what FamilySuite asks ----------------------------------------------------------------------------------------
 
@@ -81,6 +87,23 @@ class MixtureFacts(Facts):
         """Expert ``expert`` of the bare module on ``[tokens, hidden]``, from its parameters."""
         return gated_expert(experts, expert, tokens)
 
+    def experts(self, layer: int | None = None, bare: nn.Module | None = None) -> nn.Module:
+        """The bare module that holds the experts of a block, `EDITED` by default."""
+        mixture = self.module(f"layers.{self.EDITED if layer is None else layer}.mlp", bare)
+        return mixture if self.EXPERTS is None else getattr(mixture, self.EXPERTS)
+
+    def slot_weights(self, read: Mapping[str, Tensor]) -> Tensor:
+        """The weight of each slot, ``[batch, seq, top_k]``, among the values read of a mixture."""
+        return read["expert_weights"]
+
+    def slot_output(self, expert: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
+        """What a slot adds: its expert of ``hidden``, by its weight."""
+        return expert(hidden) * weight
+
+    def routed_site(self, mixture: nn.Module) -> tuple[nn.Module, Site]:
+        """The bare module and the site of the routed experts' sum."""
+        return mixture.experts, Site("")
+
     def mixture_sum(self, routed: Tensor, shared: Tensor | None) -> Tensor:
         """``mlp_output`` in terms of the mixture's two contributions."""
         return routed if shared is None else routed + shared
@@ -92,8 +115,8 @@ class MixtureFacts(Facts):
     def written_out(self, layer: int | None = None, bare: nn.Module | None = None) -> Loop:
         """The bare mixture of a block, `EDITED` by default."""
         mixture = self.module(f"layers.{self.EDITED if layer is None else layer}.mlp", bare)
-        router, experts = getattr(mixture, self.ROUTER), mixture.experts
-        return Loop(mixture, router, experts, self.expert, self.shared_site(mixture))
+        router, experts = getattr(mixture, self.ROUTER), self.experts(layer, bare)
+        return self.LOOP(mixture, router, experts, self.expert, self.shared_site(mixture))
 
     def loop(
         self,
@@ -117,17 +140,20 @@ class MixtureFacts(Facts):
     @property
     def parts(self) -> list[str]:
         """The mixture's values that this layout serves, in forward order."""
-        served = [part for part in PARTS if self.has(self.layout_name, f"mlp.{part}")]
+        served = [part for part in self.PARTS if self.has(self.layout_name, f"mlp.{part}")]
         return sorted(served, key=lambda part: self.model.rank(f"mlp.{part}", self.EDITED))
 
-    def read_parts(self, model: Any = None, ids: Tensor | None = None) -> dict[str, Tensor]:
-        """The mixture's values, ``mlp_input`` and ``mlp_output``, in one trace."""
+    def read_parts(
+        self, model: Any = None, ids: Tensor | None = None, act: Callable[[components.Moe], None] = lambda moe: None
+    ) -> dict[str, Tensor]:
+        """The mixture's values, ``mlp_input`` and ``mlp_output``, in one trace that calls ``act`` on it."""
         model = self.model if model is None else model
         block = model.layers[self.EDITED]
         parts = [part for part in self.parts if block.mlp.support()[part] is None]
         with model.trace(self.ids if ids is None else ids):
             read = {}.save()
             read["mlp_input"] = block.mlp_input.clone()
+            act(block.mlp)
             for part in parts:
                 read[part] = getattr(block.mlp, part).clone()
             read["mlp_output"] = block.mlp.mlp_output.clone()

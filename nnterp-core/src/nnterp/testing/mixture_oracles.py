@@ -107,12 +107,7 @@ class Loop:
             indices, weights = (*routing, *named.values())
             shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
             indices, weights = at("expert_indices", indices), at("expert_weights", weights)
-            slots = hidden.new_zeros(*indices.shape, hidden.shape[-1])
-            for expert in indices.unique().tolist():
-                token, slot = torch.where(indices == expert)
-                out = self.expert(self.experts, expert, hidden[token]) * weights[token, slot, None]
-                slots = slots.index_put((token, slot), out.to(slots.dtype))
-            slots = at("expert_outputs", slots)
+            slots = at("expert_outputs", self.slots(hidden, indices, weights))
             return at("routed_output", slots.sum(1)).reshape(shape)
 
         self.experts.forward = forward
@@ -120,6 +115,15 @@ class Loop:
             yield
         finally:
             del self.experts.forward
+
+    def slots(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Each slot's weighted expert output, ``[tokens, top_k, hidden]``, one expert after the other."""
+        slots = hidden.new_zeros(*indices.shape, hidden.shape[-1])
+        for expert in indices.unique().tolist():
+            token, slot = torch.where(indices == expert)
+            out = self.expert(self.experts, expert, hidden[token]) * weights[token, slot, None]
+            slots = slots.index_put((token, slot), out.to(slots.dtype))
+        return slots
 
     @contextmanager
     def sharing(self, model: nn.Module, at: Callable) -> Iterator[None]:
@@ -129,6 +133,35 @@ class Loop:
             return
         with hooked(model, *self.shared, "shared_expert_output", Recorder(at)):
             yield
+
+
+class WrittenOut(Loop):
+    """A `Loop` whose mixture's whole forward is written out, for one that hands its experts no indices and weights."""
+
+    def forward(self, at: Callable[[str, Tensor], Tensor], hidden: Tensor) -> Any:
+        """What the mixture returns for ``[batch, seq, hidden]``, every value but the shared expert's handed to
+        ``at(part, flat)``.
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def routing(self, at: Callable) -> Iterator[None]:
+        """The router's values are the forward's."""
+        yield
+
+    @contextmanager
+    def looping(self, at: Callable) -> Iterator[None]:
+        """The forward stands in for the mixture's."""
+
+        def forward(hidden: Tensor) -> Any:
+            self.rows = hidden.shape[:2]
+            return self.forward(at, hidden)
+
+        self.mixture.forward = forward
+        try:
+            yield
+        finally:
+            del self.mixture.forward
 
 
 class Recorder:

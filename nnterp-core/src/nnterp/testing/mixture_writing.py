@@ -1,5 +1,6 @@
 """A mixture's values edited, and its tokens routed, against the plain loop: what changes, and nothing else."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,11 +99,11 @@ class MixtureWriting(MixtureFacts):
 
         routed = self.traced(reroute)["routed_output"]
         assert_only_token(routed, clean["routed_output"])
-        hidden, weight = clean["mlp_input"][ROW, TOKEN], clean["expert_weights"][ROW, TOKEN, 0]
+        hidden, weight = clean["mlp_input"][ROW, TOKEN], self.slot_weights(clean)[ROW, TOKEN, 0]
         with torch.no_grad():
-            difference = moe.expert_output(other, hidden) - moe.expert_output(chosen[0], hidden)
+            out, old = (self.slot_output(partial(moe.expert_output, e), hidden, weight) for e in (other, chosen[0]))
         moved = routed[ROW, TOKEN] - clean["routed_output"][ROW, TOKEN]
-        self.assert_near(moved, difference * weight, clean["routed_output"])
+        self.assert_near(moved, out - old, clean["routed_output"])
 
     # -- the router's logits ------------------------------------------------------------------------------------------
 
@@ -113,44 +114,44 @@ class MixtureWriting(MixtureFacts):
 
     def test_written_logits_change_the_routing(self) -> None:
         """The token's heaviest slot becomes the expert whose logit was raised; no other token is routed otherwise."""
-        clean, moe = self.read_parts(), self.moe
+        clean = self.read_parts()
         target = clean["router_logits"][ROW, TOKEN].argmin().item()
-        with self.model.trace(self.ids):
-            self.steer_router(moe, target)
-            weights, indices = moe.expert_weights.clone().save(), moe.expert_indices.clone().save()
-            routed = moe.routed_output.clone().save()
+        written = self.read_parts(act=lambda moe: self.steer_router(moe, target))
+        weights, indices = self.slot_weights(written), written["expert_indices"]
         assert indices[ROW, TOKEN, weights[ROW, TOKEN].argmax()] == target
         others = indices.clone()
         others[ROW, TOKEN] = clean["expert_indices"][ROW, TOKEN]
         assert_same(others, clean["expert_indices"])
-        assert_only_token(routed.detach(), clean["routed_output"])
+        assert_only_token(written["routed_output"], clean["routed_output"])
 
     def test_banned_experts_get_no_token(self) -> None:
-        clean, moe = self.read_parts(), self.moe
+        clean = self.read_parts()
         favourite = clean["expert_indices"].flatten().mode().values.item()
         for banned in (favourite, [favourite]):
-            with self.model.trace(self.ids):
-                moe.ban_experts(banned)
-                indices, weights = moe.expert_indices.clone().save(), moe.expert_weights.clone().save()
-                logits = self.model.logits.save()
+            read = self.read_parts(act=lambda moe, experts=banned: moe.ban_experts(experts))
+            indices, weights = read["expert_indices"], self.slot_weights(read)
             assert not (indices == favourite).any()
-            assert torch.isfinite(weights).all() and torch.isfinite(logits).all()
+            assert torch.isfinite(weights).all() and torch.isfinite(read["mlp_output"]).all()
             kept = ~(clean["expert_indices"] == favourite).any(-1)
             if kept.any() and not self.GROUPED:
                 assert_same(indices[kept], clean["expert_indices"][kept])
 
     # -- routing by hand ----------------------------------------------------------------------------------------------
 
-    def check_route_to(self, model: Any) -> None:
-        """Every form of `route_to` on ``model``: one expert, one per slot, one per token and slot, and weights."""
+    def routes(self) -> list[tuple[Any, Any]]:
+        """Every form of ``(indices, weights)``: one expert, one per slot, one per token and slot, and weights."""
         top_k, experts = self.moe.top_k, self.moe.num_experts
         shape = (*self.ids.shape, top_k)
         generator = torch.Generator().manual_seed(4)
         table = torch.randint(experts, shape, generator=generator)
-        dtype = self.read_parts()["expert_weights"].dtype
-        some = torch.rand(shape, generator=generator).to(dtype)
+        some = torch.rand(shape, generator=generator).to(self.read_parts()["expert_weights"].dtype)
         per_slot, halves = list(range(top_k)), [0.5] * top_k
-        for indices, weights in ((1, None), (per_slot, None), (table, None), (table, some), (0, 0.5), (1, halves)):
+        return [(1, None), (per_slot, None), (table, None), (table, some), (0, 0.5), (1, halves)]
+
+    def check_route_to(self, model: Any) -> None:
+        """Every form of `route_to` on ``model``."""
+        shape, dtype = (*self.ids.shape, self.moe.top_k), self.slot_weights(self.read_parts()).dtype
+        for indices, weights in self.routes():
             routed = torch.as_tensor(indices).expand(shape)
             edits = {"expert_indices": lambda _, new=routed: new.clone()}
             if weights is not None:

@@ -1,5 +1,6 @@
 """`MixtureSuite`: what holds of every mixture of experts, beside what `FamilySuite` states."""
 
+from functools import partial
 from operator import attrgetter
 from types import ModuleType
 
@@ -12,7 +13,6 @@ from nnterp.components import Moe
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_same
 from nnterp.testing.edits import moved
 from nnterp.testing.mixture_facts import NOT_HERE, MixtureFacts
-from nnterp.testing.mixture_oracles import PARTS
 from nnterp.testing.mixture_writing import MixtureWriting
 from nnterp.testing.oracles import Site, run
 from nnterp.testing.suite import FamilySuite
@@ -32,10 +32,10 @@ class MixtureReading(MixtureFacts):
         for layer in self.mixtures():
             moe, bare = self.model.layers[layer].mlp, self.module(f"layers.{layer}.mlp")
             assert isinstance(moe, Moe)
-            names = {"router": self.ROUTER, "experts": "experts", "shared_experts": self.SHARED}
+            names = {"router": self.ROUTER, "experts": self.EXPERTS, "shared_experts": self.SHARED}
             for standard, native in names.items():
                 if native is None:
-                    with pytest.raises(AttributeError, match="shared_experts"):
+                    with pytest.raises(AttributeError, match=standard):
                         getattr(moe, standard)
                 else:
                     assert getattr(moe, standard)._module is getattr(moe._module, native)
@@ -97,7 +97,7 @@ class MixtureReading(MixtureFacts):
 
     def test_routed_output_is_what_the_experts_return(self) -> None:
         mixture = self.module(f"layers.{self.EDITED}.mlp")
-        sites = {"routed": (mixture.experts, Site("")), "sum": (mixture, Site(""))}
+        sites = {"routed": self.routed_site(mixture)}
         recorded, read = run(self.bare, lambda: self.bare(**self.inputs()), sites), self.read_parts()
         assert_same(read["routed_output"], recorded["routed"].reshape(read["routed_output"].shape))
         total = self.mixture_sum(read["routed_output"], read.get("shared_expert_output"))
@@ -115,15 +115,17 @@ class MixtureReading(MixtureFacts):
     def test_one_expert_is_what_the_mixture_adds_for_it(self) -> None:
         """On rows, on one token, in a trace and outside; the routed sum is those of the slots, weighted."""
         read, moe = self.read_parts(), self.moe
-        hidden, weights, indices = (read[name] for name in ("mlp_input", "expert_weights", "expert_indices"))
+        hidden, weights, indices = read["mlp_input"], self.slot_weights(read), read["expert_indices"]
         with torch.no_grad():
             every = torch.stack([moe.expert_output(expert, hidden) for expert in range(moe.num_experts)], dim=2)
-            experts = self.module(f"layers.{self.EDITED}.mlp").experts
             for expert in range(moe.num_experts):
-                assert_close(every[:, :, expert], self.expert(experts, expert, hidden))
+                assert_close(every[:, :, expert], self.expert(self.experts(), expert, hidden))
                 assert_close(moe.expert_output(expert, hidden[0, 1]), every[0, 1, expert])
-        chosen = every.gather(2, indices[..., None].expand(*indices.shape, hidden.shape[-1]))
-        slots = (chosen * weights[..., None]).to(hidden.dtype)
+            slots = torch.zeros(*indices.shape, hidden.shape[-1], dtype=hidden.dtype)
+            for expert in range(moe.num_experts):
+                for slot in range(moe.top_k):
+                    added = self.slot_output(partial(moe.expert_output, expert), hidden, weights[..., slot, None])
+                    slots[:, :, slot] += added.where(indices[..., slot, None] == expert, 0).to(hidden.dtype)
         assert_close(slots.sum(2), read["routed_output"], ULPS_OF_A_SUM)
         if "expert_outputs" in read:
             assert_close(slots, read["expert_outputs"], ULPS_OF_A_SUM)
@@ -187,7 +189,7 @@ class MixtureReading(MixtureFacts):
         for layer in self.DENSE:
             mlp = self.model.layers[layer].mlp
             assert not isinstance(mlp, Moe)
-            for part in PARTS:
+            for part in self.PARTS:
                 assert NOT_HERE in self.model.support(layer=layer)[f"mlp.{part}"]
             for name, site in (("mlp_activation", Site("mlp.act_fn")), ("mlp_neurons", Site("mlp.down_proj", "input"))):
                 module = self.module(f"layers.{layer}.{site.module}")
@@ -219,17 +221,19 @@ class MixtureReading(MixtureFacts):
             (lambda: moe.route_to([0.5] * top_k), "whole numbers"),
             (lambda: moe.route_to(torch.full(shape, experts)), "no expert"),
             (lambda: moe.route_to(torch.zeros(shape)), "int64"),
-            (lambda: moe.route_to(0, weights=[0.5] * (top_k + 1)), "top_k"),
-            (lambda: moe.route_to(0, weights=torch.ones(1, 1, 1, 1)), "expert_weights"),
             (lambda: moe.ban_experts(experts), "no expert"),
             (lambda: moe.ban_experts([0, -1]), "no expert"),
             (lambda: moe.ban_experts(list(range(experts - top_k + 1))), "top_k"),
         ]
+        if "expert_weights" in self.parts:
+            refused += [
+                (lambda: moe.route_to(list(range(top_k)), weights=[0.5] * (top_k + 1)), "top_k"),
+                (lambda: moe.route_to(list(range(top_k)), weights=torch.ones(1, 1, 1, 1)), "expert_weights"),
+                (lambda: setattr(moe, "expert_weights", torch.ones(1, 1, top_k)), "nothing is broadcast"),
+            ]
         for act, words in refused:
             with pytest.raises(ValueError, match=words), self.model.trace(self.ids):
                 act()
-        with pytest.raises(ValueError, match="nothing is broadcast"), self.model.trace(self.ids):
-            moe.expert_weights = torch.ones(1, 1, top_k)
         for layer in self.DENSE:
             dense = self.model.layers[layer].mlp
             with pytest.raises(AttributeError, match="route_to"), self.model.trace(self.ids):
