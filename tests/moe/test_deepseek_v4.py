@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nnterp.testing import BiasedMixtureSuite, Block, Site, Within, WithSink
-from nnterp.testing.comparing import assert_close, assert_differs, assert_same
+from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
+from nnterp.testing.oracles import greedy
 
 SLIDING, HEAVY, INDEXED = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 CONNECTIONS = ("attention_post", "attention_comb", "mlp_post", "mlp_comb")
@@ -104,7 +105,6 @@ class TestDeepseekV4(BiasedMixtureSuite):
             "config": {
                 "layer_types": [HEAVY, INDEXED, SLIDING],
                 "mlp_layer_types": ["hash_moe", "hash_moe", "moe"],
-                "scoring_func": "softmax",
                 "hc_mult": 2,
                 "o_groups": 4,
             },
@@ -155,12 +155,9 @@ class TestDeepseekV4(BiasedMixtureSuite):
         return torch.cat([seen, window < (query[:, None] + 1) // rate], dim=-1)
 
     def scored(self, logits):
-        functions = {
-            "sqrtsoftplus": lambda x: torch.nn.functional.softplus(x).sqrt(),
-            "softmax": lambda x: x.softmax(-1),
-            "sigmoid": lambda x: x.sigmoid(),
-        }
-        return functions[self.bare.config.scoring_func](logits)
+        if self.bare.config.scoring_func == "sqrtsoftplus":
+            return torch.nn.functional.softplus(logits).sqrt()
+        return super().scored(logits)
 
     def expert(self, experts, expert, tokens):
         limit = self.bare.config.swiglu_limit
@@ -203,7 +200,7 @@ class TestDeepseekV4(BiasedMixtureSuite):
                 expected = bare.lm_head(bare.model.norm(bare.model.hc_head(streams)))
                 assert_same(model.project_on_vocab(streams), expected)
                 assert_close(model.project_on_vocab(streams[0, 1]), expected[0, 1])
-        for wrong in (streams[..., :1, :], streams[..., 0, 0, :].flatten()):
+        for wrong in (streams[..., :1, :], streams[0, 0, 0]):
             with pytest.raises(ValueError, match="streams of a token"):
                 model.project_on_vocab(wrong)
 
@@ -220,6 +217,21 @@ class TestDeepseekV4(BiasedMixtureSuite):
         expected[:, 2, 1] += 1.0
         assert_same(stream, expected)
         assert_differs(logits, self.loaded.clean_logits)
+
+    def test_block_skipped_at_every_step(self):
+        """As the bare model without the block, which generates without a cache."""
+        bare, options = self.loaded.load_bare(), {"return_dict_in_generate": True, "output_logits": True}
+        bare.model.layers[0].forward = lambda hidden, *args, **kwargs: hidden
+        expected = bare.generate(**self.inputs(), use_cache=False, **greedy(3), **options)
+        with torch.no_grad(), self.model.generate(self.ids, **greedy(3)) as tracer:
+            logits = [].save()
+            for _ in tracer.iter[:3]:
+                self.model.skip_layer(0)
+                logits.append(self.model.logits[:, -1].clone())
+            tokens = tracer.result.save()
+        assert_same(tokens, expected.sequences)
+        for got, bare_logits in zip(logits, expected.logits, strict=True):
+            assert_close(got, bare_logits, ULPS_AFTER_MODEL)
 
     # -- hashed experts -----------------------------------------------------------------------------------------------
 

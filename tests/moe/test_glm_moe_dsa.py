@@ -1,6 +1,10 @@
 """GLM-MoE-DSA: a sparse selection of keys, a block that returns a tuple, dense first blocks."""
 
+import pytest
+import torch
+
 from nnterp.testing import BiasedMixtureSuite
+from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_same
 
 
 class TestGlmMoeDsa(BiasedMixtureSuite):
@@ -36,4 +40,67 @@ class TestGlmMoeDsa(BiasedMixtureSuite):
     EXPERTS_KEY = "n_routed_experts"
     DENSE = (0,)
     OUTPUTS_LOGITS = False
-    LAYOUTS = {"selected_keys": {}}
+    LAYOUTS = {
+        "selected_keys": {},
+        "shared_selection": {"config": {"indexer_types": ["full", "shared", "shared"]}},
+    }
+
+    @property
+    def shares(self):
+        return self.layout_name == "shared_selection"
+
+    def test_skip_with(self):
+        """The first block's selection, which the others share, has none before it to be handed on in its place."""
+        if not self.shares:
+            return super().test_skip_with()
+        hidden = torch.zeros_like(self.everything["layer_output", 0])
+        with pytest.raises(ValueError, match="previous full indexer"), self.model.trace(self.ids):
+            self.model.skip_layer(0, skip_with=hidden)
+        with self.model.trace(self.ids):
+            logits = self.model.logits.save()
+        return assert_same(logits, self.loaded.clean_logits)
+
+    def test_selection_of_a_block_is_that_of_the_blocks_that_share_it(self):
+        """Read and edited at the indexer: an edit changes the keys that this block sees and those that share it do."""
+        with self.model.trace(self.ids):
+            chosen = self.model.layers[0].self_attn.indexer.output.clone().save()
+            returned = [].save()
+            for block in self.model.layers:
+                returned.append(block.output[1].clone())
+        for layer in self.blocks:
+            assert hasattr(self.model.layers[layer].self_attn, "indexer") == (layer == 0 or not self.shares)
+            if self.shares:
+                assert_same(returned[layer], chosen)
+
+        first = torch.zeros_like(chosen)  # the first token alone
+
+        def only_first(module, args, output):
+            return first
+
+        handle = self.module("layers.0.self_attn").indexer.register_forward_hook(only_first)
+        expected = self.bare(**self.inputs()).logits
+        handle.remove()
+        with self.model.trace(self.ids):
+            self.model.layers[0].self_attn.indexer.output = first
+            patterns = [].save()
+            for block in self.model.layers:
+                patterns.append(block.self_attn.attention_probabilities.clone())
+            logits = self.model.logits.save()
+        assert_close(logits, expected, ULPS_AFTER_MODEL)
+        for layer in self.blocks:
+            assert (not patterns[layer][..., 1:].any()) == (layer == 0 or self.shares)
+
+    @pytest.mark.parametrize("skipped", [1, 2])
+    def test_skipped_block_hands_on_the_selection(self, skipped):
+        with self.model.trace() as tracer:
+            logits = [].save()
+            for row in range(2):
+                with tracer.invoke(self.ids[row : row + 1]):
+                    self.model.skip_layer(skipped)
+                    logits.append(self.model.logits.clone())
+        expected = self.oracle([], edits={("layer_output", skipped): self.entering(skipped)}).output.logits
+        assert_close(torch.cat(list(logits)), expected, ULPS_AFTER_MODEL)
+
+    def entering(self, layer):
+        stream = self.everything["layer_input", layer]
+        return lambda _: stream

@@ -6,6 +6,7 @@ import torch
 from nnterp import Unavailable, components
 from nnterp.testing import BiasedMixtureSuite, Block, Site, Within, gated_expert
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
+from nnterp.testing.oracles import greedy
 
 MIDS = ("layer_mid_0", "layer_half", "layer_mid_1")
 LISTS = {
@@ -143,6 +144,25 @@ class TestLongcatFlash(BiasedMixtureSuite):
             assert_close(routed, (weights.sum(-1, keepdim=True) * entering).detach(), 32)
         with pytest.raises(ValueError, match=f"0 to {moe.num_experts - 1}"):
             moe.expert_output(moe.num_experts, hidden)
+
+    def test_block_skipped_at_every_step(self):
+        """Of a padded batch: as the bare model without the block, which generates without a cache."""
+        prompts = ["The quick brown fox", "Paris is"]
+        inputs = self.model.tokenizer(prompts, return_tensors="pt", padding=True)
+        bare, options = self.loaded.load_bare(), {"return_dict_in_generate": True, "output_logits": True}
+        bare.model.layers[0].forward = lambda hidden, *args, **kwargs: hidden
+        expected = bare.generate(
+            inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False, **greedy(3), **options
+        )
+        with torch.no_grad(), self.model.generate(prompts, **greedy(3)) as tracer:
+            logits = [].save()
+            for _ in tracer.iter[:3]:
+                self.model.skip_layer(0)
+                logits.append(self.model.logits[:, -1].clone())
+            tokens = tracer.result.save()
+        assert_same(tokens, expected.sequences)
+        for got, bare_logits in zip(logits, expected.logits, strict=True):
+            assert_close(got, bare_logits, ULPS_AFTER_MODEL)
 
     def test_what_there_are_two_of_is_refused_under_one_name(self):
         """On a read and on a write, which would otherwise be lost; each of the two is edited alone."""

@@ -110,7 +110,7 @@ class Attention(components.Attention):
 
         `attention_head_outputs`, rotated back. In-place edits and assignment reach the model.
         """
-        return value.flatten(2).unflatten(-1, (self.num_heads, -1))
+        return value.unflatten(-1, (self.num_heads // value.shape[2], -1)).flatten(2, 3)
 
     @attention_premix.postprocess
     def attention_premix(self, value: Tensor) -> Tensor:

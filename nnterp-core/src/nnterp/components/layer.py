@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nnterp.components.eproperty import EProperty, unavailable
 from nnterp.components.layouts import Residual
@@ -44,7 +44,11 @@ class Layer(Standard):
         """
         type(self).layer_output.check(self, hidden, self.layer_input)
         self._count_in_cache(hidden)
-        self.skip((hidden, None) if self.returns_tuple else hidden)
+        self.skip(self._returned(hidden))
+
+    def _returned(self, hidden: Tensor) -> Any:
+        """What the block returns with ``hidden`` for its stream, where it is skipped."""
+        return (hidden, None) if self.returns_tuple else hidden
 
     def _count_in_cache(self, hidden: Tensor) -> None:
         """Have the key/value cache count the tokens of a call that skips this block, which adds no keys to it.
@@ -58,21 +62,19 @@ class Layer(Standard):
         args, kwargs = self.inputs
         cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, Cache)), None)
         attention = child(self, "self_attn")
-        index = getattr(attention._module, "layer_idx", None) if attention is not None else None
+        module = getattr(attention, "_module", None)
+        modules = module if isinstance(module, nn.ModuleList) else [module]
+        indices = [each.layer_idx for each in modules if getattr(each, "layer_idx", None) is not None]
         once = "counted"  # of the invokes that skip it together
         location = f"{self.path}.{once}"
-        if (
-            cache is None
-            or index is None
-            or visited(self.interleaver, self.path, f"{self.path}.input", once) != location
-        ):
+        if cache is None or not indices or visited(self.interleaver, self.path, f"{self.path}.input", once) != location:
             return
-        if cache.get_seq_length(index) and cache.layers[index].keys.shape[-1] != 1:
-            return  # it has run before
         batcher = self.interleaver.batcher
         rows = batcher.total if batcher is not None and batcher.batching else len(hidden)
         stand_ins = hidden.new_zeros(rows, 1, hidden.shape[1], 1)
-        cache.update(stand_ins, stand_ins, index)
+        for index in indices:
+            if not cache.get_seq_length(index) or cache.layers[index].keys.shape[-1] == 1:  # it has never run
+                cache.update(stand_ins, stand_ins, index)
 
     @EProperty("input", description="The residual stream entering the block")
     def layer_input(self, value: Tensor) -> Residual:

@@ -243,5 +243,9 @@ class MixtureWriting(MixtureFacts):
                 loss = (self.model.logits * weights).sum()
                 with loss.backward():
                     gradient = live.grad.save()
-            assert gradient.any() or (part, self.moe.top_k) == ("router_logits", 1)  # a lone score's softmax is 1
-            assert_close(gradient, run[part].grad, ULPS_AFTER_MODEL)
+            expected = run[part].grad
+            if (part, self.moe.top_k) == ("router_logits", 1) and expected.abs().max() < 1e-6:
+                assert gradient.abs().max() < 1e-6  # a lone weight, normalised, is one whatever the logits are
+                continue
+            assert gradient.any()
+            assert_close(gradient, expected, ULPS_AFTER_MODEL)
