@@ -44,6 +44,15 @@ def variant(family, **changes):
 # -- lookup, known, register ------------------------------------------------------------------------------------------
 
 
+def test_every_public_name_can_be_imported_without_the_packages_that_bring_more():
+    import nnterp
+
+    names = {}
+    exec("from nnterp import *", names)
+    assert names["StandardizedTransformer"] is nnterp.StandardizedTransformer
+    assert "StandardizedVLLM" in dir(nnterp)
+
+
 def test_the_known_families_are_the_ones_that_can_be_imported():
     known = families.known()
     assert {"gpt2", "llama"} <= set(known)

@@ -23,6 +23,12 @@ def hook(body: str, signature: str = "nnterp_families(engine)") -> dict[str, str
 BROKEN = {
     "fails to import": ({"__init__.py": "import not_installed_anywhere"}, "No module named 'not_installed_anywhere'"),
     "does not parse": ({"__init__.py": "def"}, "SyntaxError"),
+    "leaves at import": ({"__init__.py": "import sys; sys.exit('no licence')"}, "SystemExit: no licence"),
+    "leaves in a hook": (hook("raise SystemExit(2)"), "SystemExit: 2"),
+    "has the name of a function": ({"lookup.py": FAMILY}, "plugin_acme.lookup would be nnterp.families.lookup"),
+    "has the name of an import": ({"warnings.py": FAMILY}, "nnterp.families.warnings, which is something else"),
+    "has the name of an engine": ({"vllm.py": FAMILY}, "nnterp.families.vllm, which is something else"),
+    "returns a name that is taken": (hook("return {'default': 'acme'} if engine is None else {}"), "families.default"),
     "raises at import": ({"__init__.py": "raise RuntimeError('not today')"}, "RuntimeError: not today"),
     "raises in a hook": (hook("raise KeyError('weights')"), "KeyError: 'weights'"),
     "raises for an engine": (hook("return {} if engine is None else 1 / 0"), "ZeroDivisionError"),

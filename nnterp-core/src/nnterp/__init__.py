@@ -44,7 +44,6 @@ __all__ = [
     "Standard",
     "Standardized",
     "StandardizedTransformer",
-    "StandardizedVLLM",  # noqa: F822 - from nnterp-vllm, resolved on first use
     "StateSpace",
     "Unavailable",
     "UnsupportedFamily",
@@ -54,6 +53,11 @@ __all__ = [
     "route_kernels",
     "unavailable",
 ]
+
+
+# Not in `__all__`: `from nnterp import *` asks for all of that, and nnterp-vllm may not be installed.
+def __dir__() -> list[str]:
+    return sorted({*globals(), "StandardizedVLLM"})
 
 
 def __getattr__(name: str) -> Any:

@@ -185,7 +185,7 @@ class Catalogue:
         implemented = {caller.name for caller in self._pluggy.get_hookcallers(package)}
         if hook not in implemented:
             bare = not implemented and arguments == {"engine": None}
-            return public_modules(package.__name__) if bare else {}
+            return _unreserved(public_modules(package.__name__)) if bare else {}
         others = self._pluggy.get_plugins() - {package}
         # pluggy leaves an answer of None out.
         answer = next(iter(self._pluggy.subset_hook_caller(hook, others)(**arguments)), None)
@@ -195,14 +195,15 @@ class Catalogue:
             isinstance(part, str) for pair in answer.items() for part in pair
         ):
             raise TypeError(f"{hook} returned {reprlib.repr(answer)}, not a mapping of model_type to module path")
-        return {module_name(model_type): path for model_type, path in answer.items()}
+        named = {module_name(model_type): path for model_type, path in answer.items()}
+        return _unreserved(named) if arguments == {"engine": None} else named
 
     @contextmanager
     def _isolated(self, plugin: Plugin) -> Iterator[None]:
         """Skip the plugin with a warning when its code fails."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Somebody else's code, which may raise anything: one broken plugin must not take the others with it.
             plugin.state, plugin.error = "skipped", f"{type(error).__name__}: {error}"
             plugin.families, plugin.wrappers = {}, {}
@@ -229,6 +230,18 @@ class Catalogue:
                 stacklevel=4,
             )
         return first
+
+
+def _unreserved(served: dict[str, str]) -> dict[str, str]:
+    """``served``, whose names become attributes of `nnterp.families`: ValueError where one is its own already."""
+    package = sys.modules["nnterp.families"]
+    for name in served:
+        if name in ("default", *ENGINES) or (name in vars(package) and f"{package.__name__}.{name}" not in sys.modules):
+            raise ValueError(
+                f"{served[name]} would be nnterp.families.{name}, which is something else: a family or a "
+                f"public module of a plugin cannot have that name (a private one starts with an underscore)"
+            )
+    return served
 
 
 def _check_core_range(plugin: Plugin, requires: list[str]) -> None:
