@@ -24,6 +24,8 @@ MODULES = (
     "mixture_writing",
     "mixtures",
     "naming",
+    "recurrent_blocks",
+    "recurrent_reading",
     "running",
     "writing",
 )
@@ -45,6 +47,7 @@ from nnterp.testing.oracles import (  # noqa: E402
     heads,
     run,
 )
+from nnterp.testing.recurrent import RecurrentSuite  # noqa: E402
 from nnterp.testing.suite import FamilySuite  # noqa: E402
 
 __all__ = [
@@ -57,6 +60,7 @@ __all__ = [
     "Inside",
     "Loop",
     "MixtureSuite",
+    "RecurrentSuite",
     "Site",
     "WithSink",
     "Within",

@@ -200,6 +200,10 @@ class Facts:
         """What ``layer_output`` is in terms of the block's other values."""
         return sum(block_values(part) for part in self.contributions()) + block_values("layer_input")
 
+    def mixers(self, layer: int) -> list[str]:
+        """The modules that block ``layer`` calls with its stream after the first norm."""
+        return ["self_attn"]
+
     def contributions(self) -> list[str]:
         """The values that the block adds to its stream."""
         return [*self.of_kind("self_attn.attention_output"), *self.of_kind("mlp.mlp_output")]
@@ -299,11 +303,23 @@ class Facts:
     def places(self, values: Iterable[str], model: Any = None) -> list[tuple[str, int | None]]:
         """``(value, block)`` for every block (None for a value of the root), in the order in which the model runs."""
         model = self.model if model is None else model
-        found = [(v, i) for v in values for i in ([None] if v in ROOT_VALUES else self.blocks)]
+        found = [(v, i) for v in values for i in self.layers_of(v, self.blocks)]
         return sorted(found, key=lambda place: model.rank(*place))
 
+    def layers_of(self, value: str, layers: Iterable[int]) -> list[int | None]:
+        """Those of ``layers`` that serve ``value``; None for a value of the root."""
+        return [None] if value in ROOT_VALUES else [layer for layer in layers if self.on(value, layer)]
+
+    def on(self, value: str, layer: int) -> bool:
+        """Whether block ``layer`` is expected to serve ``value``, which some block serves."""
+        return True
+
+    def block_of(self, value: str) -> int:
+        """The block that edits of ``value`` are tried on."""
+        return self.EDITED
+
     def dims(self, value: str) -> tuple[str, ...]:
-        host, name = self.host(value, 0)
+        host, name = self.host(value, self.block_of(value))
         return getattr(type(host), name).dims
 
     # -- the oracle ---------------------------------------------------------------------------------------------------
@@ -315,9 +331,7 @@ class Facts:
 
     def oracle(self, values: Any, layers: Any = None, edits: Any = None, **options: Any) -> oracles.Run:
         """Run the bare model with ``values`` of ``layers`` recorded, as ``(value, layer)``, and such pairs edited."""
-        wanted = [
-            (v, None if v in ROOT_VALUES else i) for v in values for i in ([None] if v in ROOT_VALUES else layers)
-        ]
+        wanted = [(v, i) for v in values for i in self.layers_of(v, layers)]
         call = options.pop("call", None)
         inputs = options.pop("inputs", None) or self.inputs()
         bare = options.pop("bare", None) or self.bare

@@ -1,5 +1,7 @@
 """What the values are to one another: the block's sum, attention's formula, transformers' own account."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,8 @@ from nnterp.testing.oracles import Formula, Site, run
 
 class Formulas(Facts):
     def of_block(self, layer: int):
-        """A function from a value's name to what was read of it on block ``layer``."""
-        return lambda value: self.everything[value, layer]
+        """A function from a value's name to what was read of it on block ``layer``; nothing, 0, where it has none."""
+        return lambda value: self.everything[value, layer] if self.on(value, layer) else torch.zeros(())
 
     def test_one_trace_reads_every_value(self) -> None:
         """In forward order, each as it is when it is read alone."""
@@ -22,13 +24,14 @@ class Formulas(Facts):
         if not set(self.contributions()) <= set(self.served()):
             return
         for layer in self.blocks:
-            float_sum = self.contribution_sum(lambda value, i=layer: self.everything[value, i].float())
-            assert_close(float_sum, self.of_block(layer)("layer_output").float())
+            block = self.of_block(layer)
+            total = self.contribution_sum(lambda value, block=block: block(value).float())
+            assert_close(total, block("layer_output").float())
 
     def test_mid_is_the_stream_after_attention(self) -> None:
         if not {"self_attn.attention_output", "layer_mid"} <= set(self.served()):
             return
-        for layer in self.blocks:
+        for layer in self.layers_of("layer_mid", self.blocks):
             assert_close(self.mid_sum(self.of_block(layer)), self.of_block(layer)("layer_mid"))
 
     def test_stream_passes_from_block_to_block(self) -> None:
@@ -39,11 +42,11 @@ class Formulas(Facts):
         values = set(self.served())
         for layer in self.blocks:
             block = self.of_block(layer)
-            if self.ATTENTION_INPUT in values:
-                module = self.module(f"layers.{layer}.self_attn")
+            for host in self.mixers(layer) if self.ATTENTION_INPUT in values else ():
+                module = self.module(f"layers.{layer}.{host}")
                 called = run(self.bare, lambda: self.bare(**self.inputs()), {"x": (module, Site("", "input"))})
                 assert_close(block(self.ATTENTION_INPUT), called["x"])
-            if {"mlp_input", self.MLP_INPUT} <= values:
+            if {"mlp_input", self.MLP_INPUT} <= values and self.on("mlp_input", layer):
                 assert_same(block("mlp_input"), block(self.MLP_INPUT))
 
     def test_projections_make_the_outputs(self) -> None:
@@ -53,7 +56,7 @@ class Formulas(Facts):
         for value, projection in pairs:
             path = f"{value.rpartition('.')[0]}.{projection}"
             served = value in self.served() and self.native(f"layers.0.{path}") is not None
-            for layer in self.blocks if served else ():
+            for layer in self.layers_of(value, self.blocks) if served else ():
                 module = self.module(f"layers.{layer}.{path}")
                 came_out = run(self.bare, lambda: self.bare(**self.inputs()), {"x": (module, Site(""))})
                 entering = self.of_block(layer)(value)
@@ -62,12 +65,16 @@ class Formulas(Facts):
 
     def test_hidden_states_are_transformers(self) -> None:
         output = self.bare(**self.inputs(), output_hidden_states=True)
-        states = [state.detach() for state in output.hidden_states]
+        states = [state.detach() for state in self.hidden_states(output)]
         assert_same(self.everything["layer_input", 0], states[0])
         for layer in self.blocks[:-1]:
             assert_same(self.everything["layer_output", layer], states[layer + 1])
         if "final_norm_output" in self.served():
             assert_same(self.everything["final_norm_output", None], self.final_state(states[-1]))
+
+    def hidden_states(self, output: Any) -> tuple[Tensor, ...]:
+        """The stream entering each block, and the last of what transformers calls hidden states."""
+        return output.hidden_states
 
     def final_state(self, last: Tensor) -> Tensor:
         """The final norm's output, from the last of transformers' hidden states."""
@@ -86,7 +93,8 @@ class Formulas(Facts):
     def patterns(self) -> list[tuple[int, Tensor]]:
         """The pattern of each attention, with its block, in forward order."""
         values = self.served(*self.of_kind("self_attn.attention_probabilities"))
-        return [(layer, self.everything[value, layer]) for layer in self.blocks for value in values]
+        places = [(value, layer) for layer in self.blocks for value in values if self.on(value, layer)]
+        return [(layer, self.everything[value, layer]) for value, layer in places]
 
     def test_pattern_is_a_causal_distribution(self) -> None:
         patterns = self.patterns()
@@ -135,6 +143,7 @@ class Formulas(Facts):
             )
             for layer in self.blocks
             for host in hosts
+            if self.on(f"{host}.attention_{names[0]}", layer)
         ]
 
     def test_queries_and_keys_make_the_scores(self) -> None:
@@ -154,7 +163,7 @@ class Formulas(Facts):
         for host in self.MLPS:
             if len(self.served(f"{host}.mlp_activation", f"{host}.mlp_neurons")) < 2 or not self.has_input(host):
                 continue
-            for layer in self.blocks:
+            for layer in self.layers_of(f"{host}.mlp_neurons", self.blocks):
                 block, module = self.of_block(layer), self.module(f"layers.{layer}.{host}")
                 called = run(self.bare, lambda: self.bare(**self.inputs()), {"x": (module, Site("", "input"))})
                 neurons = self.neurons(module, block(f"{host}.mlp_activation"), called["x"])

@@ -13,6 +13,9 @@ from nnterp.testing.facts import ROOT_VALUES, Facts
 
 
 class Loading(Facts):
+    #: The sizes that every model of the family has.
+    SIZES = ("num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+
     def assert_everything(self, model: Any) -> None:
         """``model`` serves what the plain load does, bit by bit."""
         for place, read in self.read_all(model).items():
@@ -22,16 +25,7 @@ class Loading(Facts):
         """Names, sizes and availability need no weights; the first trace loads them."""
         model = self.loaded.load(dispatch=False)
         assert model.support() == self.model.support()
-        sizes = (
-            "num_layers",
-            "hidden_size",
-            "vocab_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-        )
-        assert [getattr(model, size) for size in sizes] == [getattr(self.model, size) for size in sizes]
+        assert [getattr(model, size) for size in self.SIZES] == [getattr(self.model, size) for size in self.SIZES]
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
         self.assert_everything(model)
 
@@ -73,12 +67,12 @@ class Loading(Facts):
         for place, read in self.read_all(model).items():
             assert_close(read, expected[place])
         for value in values:
-            host, name = self.host(value, self.EDITED, model)
+            layer = None if value in ROOT_VALUES else self.block_of(value)
+            host, name = self.host(value, layer, model)
             edit = edit_of(value)
             with model.trace(self.ids):
                 setattr(host, name, edit(getattr(host, name)))
                 logits = model.logits.save()
-            layer = None if value in ROOT_VALUES else self.EDITED
             assert_close(logits, self.edited(value, layer, edit, bare=bare))
 
     # -- SDPA ---------------------------------------------------------------------------------------------------------
@@ -112,10 +106,10 @@ class Loading(Facts):
             if place in self.everything:
                 assert_close(read, self.everything[place], ULPS_AFTER_MODEL)
         for value in values:
-            host, name = self.host(value, self.EDITED, model)
+            layer = None if value in ROOT_VALUES else self.block_of(value)
+            host, name = self.host(value, layer, model)
             edit = edit_of(value)
             with model.trace(self.ids):
                 setattr(host, name, edit(getattr(host, name)))
                 logits = model.logits.save()
-            layer = None if value in ROOT_VALUES else self.EDITED
             assert_close(logits, self.edited(value, layer, edit, bare=bare), ULPS_AFTER_MODEL)

@@ -100,14 +100,14 @@ class Methods(Facts):
 
     def test_block_sizes_are_the_modules(self) -> None:
         for layer in self.blocks:
-            for host in self.ATTENTIONS:
+            for host in [host for host in self.ATTENTIONS if self.on(f"{host}.attention_output", layer)]:
                 attention = self.envoy(self.model.layers[layer], host)
                 sizes = [attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.qk_head_dim]
                 assert all(isinstance(size, int) and size > 0 for size in sizes)
                 assert attention.num_heads % attention.num_kv_heads == 0
-                if self.native(f"layers.0.{host}.o_proj") is not None:
+                if self.native(f"layers.{layer}.{host}.o_proj") is not None:
                     assert attention.num_heads * attention.head_dim in attention.o_proj._module.weight.shape
-            if self.native("layers.0.mlp") is not None:
+            if self.native(f"layers.{layer}.mlp") is not None and self.on("mlp.mlp_output", layer):
                 assert self.model.layers[layer].mlp.intermediate_size == self.mlp_width(layer)
 
     def mlp_width(self, layer: int) -> int:

@@ -19,9 +19,6 @@ HEADED = tuple(
 class Writing(Facts):
     """Tests that take one value each."""
 
-    def layers_of(self, value: str) -> list[int | None]:
-        return [None] if value in ROOT_VALUES else list(self.blocks)
-
     def edited_at(self, value: str) -> int | None:
         return None if value in ROOT_VALUES else self.EDITED
 
@@ -36,7 +33,7 @@ class Writing(Facts):
     def test_read_is_what_the_bare_model_has(self, value: str) -> None:
         """On every block, with the layout it documents, and reading it changes nothing."""
         expected = self.recorded(value)
-        for layer in self.layers_of(value):
+        for layer in self.layers_of(value, self.blocks):
             host, name = self.host(value, layer)
             with self.model.trace(self.ids):
                 read = getattr(host, name).clone().save()

@@ -104,6 +104,8 @@ class KernelCall:
         position: How many of them the recurrence is past.
         kept: The states it has come past, where somebody wants them all.
         number: How many calls this mixer's kernels had before.
+        assigned: Whether a value that is one quantity with another was assigned; ``edited``: or edited in any way.
+        settled: The values as they were when the two last agreed (`Mechanism.settle`).
     """
 
     def __init__(
@@ -125,6 +127,8 @@ class KernelCall:
         self.length = 1 if step else mechanism.length(self.arguments)
         self.position = 0
         self.kept: list[Tensor] | None = None
+        self.settled: dict[str, Any] | None = None
+        self.assigned = self.edited = False
         self.number = interleaver.counts.get(f"{path}.{INPUTS}", 0)
 
     def location(self, name: str) -> str:
@@ -167,6 +171,8 @@ class KernelCall:
             if value is not given[name] or (isinstance(value, Tensor) and value._version != versions[name])
         }
         self.mechanism.write(self, changed, served)
+        if torch.is_grad_enabled():
+            self.mechanism.differentiate(self, {n: v for n, v in served.items() if n not in changed}, served)
         self.outputs_served = self.states_served = False
         if self.loops:
             if self._wanted(STATE_AT, STATES) or self._asked():

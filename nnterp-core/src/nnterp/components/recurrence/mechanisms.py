@@ -5,6 +5,7 @@ and ``values`` that are written into it, ``decays`` (the log of how much of it e
 strongly each token writes), and ``state_input``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from nnterp.components.recurrence import effective
+from nnterp.components.recurrence.sources import compiled
 
 
 class Mechanism:
@@ -40,6 +42,16 @@ class Mechanism:
         """Put the values that were ``changed`` into the call's arguments."""
         for name, value in changed.items():
             call.arguments[self.INITIAL if name == "state_input" else self.TOKENS[name]] = value
+
+    def settle(self, call: Any, served: dict[str, Any], rows: Callable[[Tensor], Tensor] = lambda whole: whole) -> None:
+        """Make values of ``served`` that are one quantity agree, where one of them was edited."""
+
+    def differentiate(self, call: Any, unchanged: dict[str, Any], served: dict[str, Any]) -> None:
+        """Have the kernel compute from the very tensors that were served, so that each has a gradient; to the same
+        bits. ``unchanged`` are those that `write` has not put there.
+        """
+        graded = (n for n, v in unchanged.items() if isinstance(v, Tensor) and v.requires_grad and n != "state_input")
+        self.write(call, {name: served[name] for name in graded}, served)
 
     def initial(self, call: Any) -> Tensor | None:
         """The state the call starts from, as the kernel takes it."""
@@ -233,22 +245,53 @@ class StateSpace(InPlaceUpdate):
         }
 
     def write(self, call: Any, changed: dict[str, Any], served: dict[str, Any]) -> None:
+        call.assigned = call.assigned or bool({"betas", "decays"} & changed.keys())
+        self.settle(call, served)
         for name, value in changed.items():
             if name == "state_input":
                 self.start_from(call, self.unserved_state(value))
             elif name in self.TOKENS:
                 call.arguments[self.TOKENS[name]] = value.squeeze(1) if call.step else value
-        if "betas" in changed and "decays" in changed:
-            implied = self.rates(call) * served["betas"].float()
-            if not torch.equal(implied, served["decays"]):
-                raise ValueError(
-                    f"betas and decays of {call.path} are one quantity, dt and A * dt, and both were edited in place "
-                    f"to different ones: edit one of them"
-                )
-        if "betas" in changed:
+        if call.edited:
             self._step_sizes(call, served["betas"])
-        elif "decays" in changed:
-            self._step_sizes(call, served["decays"] / self.rates(call))
+
+    def settle(self, call: Any, served: dict[str, Any], rows: Callable[[Tensor], Tensor] = lambda whole: whole) -> None:
+        """Make ``betas`` and ``decays``, one quantity, agree in ``served``: whichever was edited, the other follows.
+
+        Where an entry of either is another than the last time, in ``rows`` of the call. Raises ValueError where both
+        are, and not to the same.
+        """
+        betas, decays, rates = served["betas"], served["decays"], self.rates(call)
+        untouched = not (call.assigned or betas._version or decays._version)
+        if untouched or isinstance(betas, FakeTensor):
+            return
+        if call.settled is None:
+            call.settled = self.read(call)
+        were = {name: rows(call.settled[name]) for name in ("betas", "decays")}
+        by_betas, by_decays = betas != were["betas"], decays != were["decays"]
+        if not (by_betas.any() or by_decays.any()):
+            return
+        call.edited = True
+        implied = rates * betas.float()
+        if (by_betas & by_decays & ~implied.isclose(decays, rtol=1e-2 if betas.dtype.itemsize < 4 else 1e-5)).any():
+            raise ValueError(
+                f"betas and decays of {call.path} are one quantity, dt and A * dt, and both were edited, to different "
+                f"ones: edit one of them"
+            )
+        if by_betas.any():
+            decays.copy_(torch.where(by_betas, implied, decays))
+        if by_decays.any():
+            betas.copy_(torch.where(by_decays & ~by_betas, (decays / rates).to(betas.dtype), betas))
+        with torch.no_grad():
+            were["betas"].copy_(betas)
+            were["decays"].copy_(decays)
+
+    def differentiate(self, call: Any, unchanged: dict[str, Any], served: dict[str, Any]) -> None:
+        steps = {"betas", "decays"}
+        super().differentiate(call, {n: v for n, v in unchanged.items() if n not in steps}, served)
+        if served["decays"].requires_grad and compiled(call.kernel) is None:
+            implied = served["decays"] / self.rates(call)  # the kernel's betas to the bit, with the gradient of both
+            self._step_sizes(call, served["betas"].detach() + (implied - implied.detach()).to(served["betas"].dtype))
 
     def _step_sizes(self, call: Any, betas: Tensor) -> None:
         """Have the kernel use ``betas`` as they are: past the bias, the softplus and the limits."""

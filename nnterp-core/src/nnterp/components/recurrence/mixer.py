@@ -26,9 +26,22 @@ def at_kernel(name: str) -> Any:
     return lambda mixer: f"{mixer.KERNEL_HOST}{name}"
 
 
-def entering(value: str, description: str) -> EProperty:
+def entering(value: str, description: str, kind: type[EProperty] = EProperty) -> EProperty:
     """A value that the kernel computes from, the one it calls ``value``."""
-    return EProperty(at_kernel(INPUTS), description, unavailable=lambda mixer: mixer.no_kernel(), select=value)
+    return kind(at_kernel(INPUTS), description, unavailable=lambda mixer: mixer.no_kernel(), select=value)
+
+
+class Coupled(EProperty):
+    """A value that is one quantity with another: after an edit of either, both are read as what it implies."""
+
+    def _served(self, obj: Any, location: str) -> Any:
+        raw = super()._served(obj, location)
+        obj.settle(raw)
+        return raw
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        super().__set__(obj, value.clone() if isinstance(value, Tensor) else value)
+        obj._module_call().assigned = True
 
 
 class StateInput(EProperty):
@@ -123,6 +136,11 @@ class RecurrentMixer(Standard):
         reach the model.
         """
         return value
+
+    def settle(self, inputs: dict[str, Any]) -> None:
+        """Make those of the kernel's ``inputs``, as they are served here, agree that are one quantity."""
+        call, batcher, group = self._module_call(), self.interleaver.batcher, getcurrent().mediator().batch_group
+        call.mechanism.settle(call, inputs, lambda whole: whole if batcher is None else batcher.narrow(whole, group))
 
     # -- the state after chosen tokens --------------------------------------------------------------------------------
 
@@ -237,5 +255,6 @@ def effective_attention(mixer: RecurrentMixer) -> EffectiveAttention:
     Computed when it is read, from the values as they are then.
     """
     raw = Mediator.value(f"{mixer._host().path}.{INPUTS}")
+    mixer.settle(raw)
     call = mixer._module_call()
     return call.mechanism.effective_attention(call, raw)

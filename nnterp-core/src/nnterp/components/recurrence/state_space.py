@@ -12,6 +12,7 @@ from nnterp.components.module_sizes import module_int
 from nnterp.components.recurrence.calls import FINAL, INPUTS, OUTPUTS, STATE_AT, STATES, kernel_call
 from nnterp.components.recurrence.linear_attention import Gates
 from nnterp.components.recurrence.mixer import (
+    Coupled,
     RecurrentMixer,
     StateInput,
     StatesEProperty,
@@ -290,7 +291,7 @@ class StateSpace(RecurrentMixer):
         """``x``, what a token writes, ``[batch, seq, heads, head_dim]``. Writes as on `attention_queries`."""
         return value
 
-    @entering("betas", "How strongly each token writes (dt)")
+    @entering("betas", "How strongly each token writes (dt)", Coupled)
     def betas(self, value: Tensor) -> Gates:
         """The step size, ``softplus(dt + bias)`` within the prompt's limits, ``[batch, seq, heads]``: how strongly each
         token writes, and by way of `decays` how much of the state it keeps.
@@ -299,7 +300,7 @@ class StateSpace(RecurrentMixer):
         """
         return value
 
-    @entering("decays", "The log of how much of the state each token keeps (A * dt)")
+    @entering("decays", "The log of how much of the state each token keeps (A * dt)", Coupled)
     def decays(self, value: Tensor) -> Gates:
         """The log of what each token keeps of the state, ``A * betas``, ``[batch, seq, heads]``, float32, at most 0.
 

@@ -1,0 +1,54 @@
+"""Qwen3-Next: gated DeltaNet among attention with gated queries, mixtures with a gated shared expert."""
+
+import torch
+
+from nnterp.testing import MixtureSuite, RecurrentSuite, Site
+from nnterp.testing.recurrences import DeltaRule
+
+
+class TestQwen3Next(RecurrentSuite, MixtureSuite):
+    FAMILY = "qwen3_next"
+    CONFIG = {
+        "model_type": "qwen3_next",
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "intermediate_size": 48,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    }
+    NATIVE = {"embed_tokens": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm"}
+    EXPECTED_UNAVAILABLE = {
+        name: reason for name, reason in MixtureSuite.EXPECTED_UNAVAILABLE.items() if "shared" not in name
+    }
+    RECURRENCE = DeltaRule()
+    BLOCKS = {"linear_attn": (0, 2), "self_attn": (1, 3)}
+    MIXER_WIDTH_KEYS = {
+        "heads": "linear_num_value_heads",
+        "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim",
+    }
+    SHARED = "shared_expert"
+    EXPERTS_KEY = "num_experts"
+    MLP_WIDTH_KEY = "moe_intermediate_size"
+    LAYOUTS = {"default": {}}
+
+    def shared_site(self, mixture):
+        def gate(call):
+            return torch.sigmoid(mixture.shared_expert_gate(call.args[0]))
+
+        return mixture.shared_expert, Site(
+            "",
+            read=lambda call, tensor: tensor * gate(call),
+            write=lambda call, tensor, value: value / gate(call),
+        )
