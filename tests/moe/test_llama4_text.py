@@ -198,6 +198,9 @@ class TestLlama4Text(MixtureSuite):
         experts = list(range(self.moe.top_k))
         with pytest.raises(Unavailable, match="expert_input_weights"), self.model.trace(self.ids):
             self.moe.route_to(experts, weights=0.5)
+        with self.model.trace(self.ids):
+            logits = self.model.logits.save()
+        assert_same(logits, self.loaded.clean_logits)
 
     def test_a_token_takes_an_expert_once(self):
         if self.moe.top_k == 1:

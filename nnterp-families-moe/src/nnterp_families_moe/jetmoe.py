@@ -41,7 +41,7 @@ class Attention(components.Attention):
     repeated for the slots behind the cache, so they are served with ``num_heads`` heads, and no edit stays in it.
     """
 
-    TAPS = components.Moe.TAPS
+    TAPS = components.Moe.TAPS  # how its tokens lie, for what its router holds token by token
     router_logits = components.Moe.router_logits.at("experts.router.router_logits", unavailable=None)
     expert_weights = components.Moe.expert_weights.at("experts.router.routing", select=1, unavailable=None)
     expert_indices = components.Moe.expert_indices.at("experts.router.routing", select=0, unavailable=None)
@@ -61,7 +61,10 @@ class Attention(components.Attention):
 
 
 class Moe(components.Moe):
-    """JetMoE's mixture; ``mlp_output`` is its `routed_output` and a bias. Its experts are in no module of their own."""
+    """JetMoE's mixture; ``mlp_output`` is its `routed_output` and a bias. Its experts are in no module of their own.
+
+    It runs the slots in the order of their experts; ``_`` is that order in its forward.
+    """
 
     SCORING = "topk_softmax"
     TAPS = {

@@ -29,7 +29,7 @@ class Layer(components.Layer):
 
 
 class Attention(components.Attention):
-    """Llama 4's attention."""
+    """Llama 4's attention. Where it scales queries by their place in the row, transformers counts the padding too."""
 
 
 class Mlp(components.Mlp):
@@ -62,8 +62,7 @@ class DistinctExperts(components.TokenEProperty):
 class Moe(components.Moe):
     """Llama 4's mixture: every expert runs on every token, weighted before it runs (`expert_input_weights`).
 
-    The routed experts are added to the shared expert's output in place; while traced they are not. What the mixture
-    adds for expert ``e`` is ``expert_output(e, weight * hidden)``.
+    The routed experts are added to the shared expert's output in place; while traced they are not.
     """
 
     SCORING = "sigmoid"
@@ -83,7 +82,7 @@ class Moe(components.Moe):
         """The expert of each slot, ``[batch, seq, top_k]``, int64.
 
         Write another to reroute the slot; it keeps the weight that the router gave the expert it chose. A token takes
-        an expert once: assigning one to two slots of a token raises ValueError.
+        an expert once: assigning one to two slots of a token raises ValueError, and of two written in place one counts.
         """
         return value
 
@@ -96,6 +95,14 @@ class Moe(components.Moe):
         there was zero routes the token there as well. In-place edits and assignment reach the model.
         """
         return value
+
+    def expert_output(self, expert: int, hidden: Tensor) -> Tensor:
+        """What expert ``expert`` alone makes of ``hidden``, ``[..., hidden_size]``, before any routing weight.
+
+        What the mixture adds for it is ``expert_output(expert, weight * mlp_input)``, with the expert's column of
+        `expert_input_weights`. Raises ValueError for an expert there is not.
+        """
+        return super().expert_output(expert, hidden)
 
     def _one_expert(self, experts: Any, expert: int, tokens: Tensor) -> Tensor:
         gate, up = (tokens @ experts.gate_up_proj[expert]).chunk(2, dim=-1)
