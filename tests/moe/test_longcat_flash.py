@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nnterp import Unavailable, components
+from nnterp.interventions import patch_object_attn_lens
 from nnterp.testing import BiasedMixtureSuite, Block, Site, Within, gated_expert
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
 from nnterp.testing.oracles import greedy
@@ -109,6 +110,11 @@ class TestLongcatFlash(BiasedMixtureSuite):
     def normed(self, layer):
         norm = self.module(f"layers.{layer}.post_attention_layernorm")[0]
         return norm(self.everything["layer_mid_0", layer]).detach()
+
+    def test_lens_of_one_attention_is_refused(self):
+        """The lens edits what a block's attention reads, and says that a block has several."""
+        with pytest.raises(Unavailable, match="or several"):
+            patch_object_attn_lens(self.model, "Paris is", "Rome is", attn_idx_patch=-1)
 
     def test_sizes_of_every_module(self):
         config = self.bare.config

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nnterp.activations import block_indices, check_position, check_prompts, get_token_activations
-from nnterp.components import Unavailable
+from nnterp.components import Unavailable, standard_children
 
 if TYPE_CHECKING:
     from nnterp.standardized import StandardizedTransformer
@@ -231,14 +231,14 @@ def patch_object_attn_lens(
     stream and the MLPs keep the target's. Returns next-token probabilities ``[prompts, layers, vocab_size]``.
 
     Raises:
-        Unavailable: a block has no softmax attention.
+        Unavailable: a block has no softmax attention, or several.
         ValueError: another number of sources than of targets, or targets whose positions padding would move.
     """
     num_layers = len(nn_model.layers)
-    without = sorted(set(range(num_layers)) - set(nn_model.attention_layers))
+    without = [i for i, block in enumerate(nn_model.layers) if "self_attn" not in standard_children(block)]
     if without:
         raise Unavailable(
-            f"patch_object_attn_lens edits what every block's self_attn reads; blocks {without} have none"
+            f"patch_object_attn_lens edits what every block's self_attn reads; blocks {without} have none, or several"
         )
     sources = [source_prompts] if isinstance(source_prompts, str) else source_prompts
     targets = [target_prompts] if isinstance(target_prompts, str) else target_prompts
