@@ -235,7 +235,8 @@ def patch_object_attn_lens(
         ValueError: another number of sources than of targets, or targets whose positions padding would move.
     """
     num_layers = len(nn_model.layers)
-    without = [i for i, block in enumerate(nn_model.layers) if "self_attn" not in standard_children(block)]
+    one = [layer for layer in nn_model.attention_layers if "self_attn" in standard_children(nn_model.layers[layer])]
+    without = sorted(set(range(num_layers)) - set(one))
     if without:
         raise Unavailable(
             f"patch_object_attn_lens edits what every block's self_attn reads; blocks {without} have none, or several"
