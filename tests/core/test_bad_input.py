@@ -235,6 +235,12 @@ def test_a_value_of_another_model(model, small_checkpoint):
     assert logits(other).equal(expected)
 
 
+def test_a_value_inside_a_backward_block(model):
+    with mistake(ValueError, "layer_output", "no gradient", r"\.grad"), model.trace(IDS):  # noqa: SIM117
+        with model.logits.sum().backward():
+            model.layers[1].layer_output.grad.save()  # here
+
+
 def test_an_edited_copy_of_a_model_is_that_model(model):
     with model.edit() as (_, edited):
         edited.layers[1].layer_output[:] = 0

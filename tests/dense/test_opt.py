@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from nnterp.testing import FamilySuite, Formula, Site
@@ -68,6 +69,23 @@ class TestOPT(FamilySuite):
     @staticmethod
     def all_values() -> list[str]:
         return [*FamilySuite.all_values(), "mlp_neurons", "mlp_output"]
+
+    def test_contributions_are_what_is_left_of_them_after_dropout(self):
+        block = self.model.layers[1]
+        self.model._module.train()
+        try:
+            with torch.no_grad(), self.model.trace(self.ids):
+                start = block.layer_input.clone().save()
+                attention = block.self_attn.attention_output.clone().save()
+                mid = block.layer_mid.clone().save()
+                mlp = block.mlp_output.clone().save()
+        finally:
+            self.model._module.eval()
+        assert attention.eq(0).any() and mlp.eq(0).any()
+        summed = start + attention
+        if not block._module.do_layer_norm_before:
+            summed = block._module.self_attn_layer_norm(summed)
+        assert_close(mid, summed.flatten(0, 1))
 
     def oracle(self, *arguments: Any, **options: Any) -> Any:
         bare = options.get("bare") or self.bare

@@ -20,7 +20,7 @@ class Layer(components.Layer):
 
     With ``apply_residual_connection_post_layernorm`` each sublayer's output is added to its norm's output instead of to
     the stream: ``layer_mid`` is ``attention_norm_output + attention_output``, ``layer_output`` is
-    ``mlp_norm_output + mlp_output``.
+    ``mlp_norm_output + mlp_output``. In training, ``hidden_dropout`` drops out of the contributions as it adds them.
     """
 
     returns_tuple = True

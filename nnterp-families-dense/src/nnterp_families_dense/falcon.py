@@ -33,7 +33,8 @@ class Layer(components.Layer):
     """Falcon's block: parallel on one norm (7B, 11B) or on two (40B), or sequential (RW).
 
     Where the norm is one, `attention_norm_output` and `mlp_norm_output` are one tensor, and an edit of either reaches
-    both sublayers. A parallel block adds the attention's output to the MLP's in place; while traced it does not.
+    both sublayers. A parallel block adds the attention's output to the MLP's in place; while traced it does not. In
+    training, ``hidden_dropout`` drops out of the contributions as it adds them, out of a parallel block's together.
     """
 
     returns_tuple = True

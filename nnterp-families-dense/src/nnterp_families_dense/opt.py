@@ -37,7 +37,8 @@ class Layer(components.Layer):
         "layer_mid": components.assigned("hidden_states", before="reshape"),
         "mlp_norm": components.unflattened(components.result("final_layer_norm"), SHAPE),
         "neurons": components.unflattened(components.argument("fc2"), SHAPE),
-        "mlp_term": components.unflattened(components.result("fc2"), SHAPE),
+        "attention_term": components.result("dropout", 0),
+        "mlp_term": components.unflattened(components.result("dropout", 1), SHAPE),
     }
     attention_norm_output = components.Layer.attention_norm_output.at("input_layernorm.output", unavailable=post_norm)
     mlp_norm_output = components.Layer.mlp_norm_output.at("mlp_norm", unavailable=post_norm)
@@ -54,7 +55,9 @@ class Layer(components.Layer):
 
 
 class Attention(components.Attention):
-    """OPT's attention. Its queries are already scaled by ``head_dim ** -0.5``."""
+    """OPT's attention. Its queries are already scaled by ``head_dim ** -0.5``; the block drops out what it adds."""
+
+    CONTRIBUTION = "../attention_term"
 
 
 ENVOYS = {modeling.OPTDecoderLayer: Layer, modeling.OPTAttention: Attention}

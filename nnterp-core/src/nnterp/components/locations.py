@@ -115,6 +115,10 @@ def refuse_other_model(what: str, obj: Any, running: Any) -> None:
 
     Locations are paths, and two models of one family have the same: the other's value would be the answer.
     """
+    if not running.envoys:
+        raise ValueError(
+            f"{what} is no gradient, and a backward block has those alone: read it before, its .grad there"
+        )
     found = running.envoys.get(id(obj._module))
     if found is None or found.path != obj.path:
         raise ValueError(
