@@ -37,6 +37,48 @@ def gpt2_directory(tmp_path_factory):
     return directory
 
 
+#: Hub ids that documents load beside GPT-2: the config of a small checkpoint of the same type, whose sizes no document
+#: prints.
+STAND_INS = {
+    "AntonV/mamba2-130m-hf": {
+        "model_type": "mamba2",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 4,
+    },
+    "state-spaces/mamba-130m-hf": {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 3},
+    "allenai/Olmo-Hybrid-7B": {
+        "model_type": "olmo_hybrid",
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory):
+    """A function from a script to the script that loads the stand-ins of the hub ids it names."""
+    from nnterp.testing import checkpoint
+
+    directories = {}
+
+    def replaced(script: str) -> str:
+        for repo, fields in STAND_INS.items():
+            if repo in script and repo not in directories:
+                directory = tmp_path_factory.mktemp(fields["model_type"])
+                directories[repo] = checkpoint.save(checkpoint.config(**fields), directory)
+            script = script.replace(repo, str(directories.get(repo, repo)))
+        return script
+
+    return replaced
+
+
 def blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
@@ -61,10 +103,10 @@ def expected(script: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_examples_print_what_they_say(document, gpt2_directory, tmp_path, capsys, monkeypatch):
+def test_examples_print_what_they_say(document, gpt2_directory, stand_ins, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = "\n".join(blocks((ROOT / document).read_text()))
-    script = script.replace("openai-community/gpt2", str(gpt2_directory))
+    script = stand_ins(script.replace("openai-community/gpt2", str(gpt2_directory)))
     file = tmp_path / "example.py"
     file.write_text(script)
     capsys.readouterr()

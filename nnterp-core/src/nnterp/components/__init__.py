@@ -56,6 +56,7 @@ from nnterp.components.recurrence.mixer import EffectiveAttention, RecurrentMixe
 from nnterp.components.recurrence.rg_lru import GatedRecurrence, GatedUnit, UnitState, UnitStates, UnitValues
 from nnterp.components.recurrence.routing import chunk_per_token, route_delta_rule, route_kernels
 from nnterp.components.recurrence.state_space import (
+    ScanAttention,
     ScanDecays,
     ScanQK,
     ScanState,
@@ -140,6 +141,7 @@ __all__ = [
     "SSDStates",
     "SSDValues",
     "STREAMS",
+    "ScanAttention",
     "ScanDecays",
     "ScanQK",
     "ScanState",
