@@ -200,6 +200,15 @@ def test_all_arguments(load):
     assert args == () and "hidden_states" in kwargs
 
 
+@pytest.mark.parametrize("select", [1, "hidden"])
+def test_an_element_of_a_tensor_is_no_row_of_it(load, select):
+    model = load(EProperty("output", select=select))
+    with pytest.raises(ValueError, match=f"extra of .* returned a Tensor.*element {select!r}"), model.trace(IDS):
+        model.layers[BLOCK].extra.save()
+    with pytest.raises(ValueError, match="returned a Tensor"), model.trace(IDS):
+        model.layers[BLOCK].extra = torch.zeros(6, 32)
+
+
 @pytest.mark.parametrize("select", [0, FIRST, lambda attention: 0])
 def test_an_element_of_a_tuple_is_put_back_beside_the_others(load, select):
     model = load(EProperty("output", select=select), llama.Attention, LlamaAttention)

@@ -43,9 +43,12 @@ def pick(raw: Any, attribute: str, select: Any) -> Any:
     An input is served as ``(args, kwargs)``; ``input`` without a selection is the first argument.
     """
     if attribute not in ("input", "inputs"):
-        if isinstance(select, str) and select is not FIRST and isinstance(raw, (tuple, list)):
-            raise LookupError(f"it returned a {type(raw).__name__}, and the value is the entry {select!r} of a dict")
-        return raw if whole(raw, select) else raw[0 if select is FIRST else select]
+        if whole(raw, select):
+            return raw
+        by_name = isinstance(select, str) and select is not FIRST
+        if isinstance(raw, torch.Tensor) or (by_name and isinstance(raw, (tuple, list))):
+            raise LookupError(f"it returned a {type(raw).__name__}, and the value is its element {select!r}")
+        return raw[0 if select is FIRST else select]
     args, kwargs = raw
     if select is None:
         return first_input(args, kwargs) if attribute == "input" else raw
