@@ -216,7 +216,8 @@ class Standard(Envoy):
         message = f"{self.path} ({kind}) has no {name!r}"
         if name in STANDARD_CHILDREN:
             message = f"no {name} module on this {role(self)}: {self.path} ({kind})"
-        known = [*self.values(), *self._aliases, *self._child_map]
+        others = self._other_parts()
+        known = [each for each in (*self.values(), *self._aliases, *self._child_map) if each not in others]
         close = difflib.get_close_matches(name, known, n=3)
         if close:
             return f"{message}. Did you mean {', '.join(close)}?"
