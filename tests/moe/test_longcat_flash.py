@@ -71,7 +71,7 @@ class TestLongcatFlash(BiasedMixtureSuite):
     IMPLEMENTATIONS = False
     LAYOUTS = {
         "identities": {},
-        "top_1_of_experts": {"config": {"zero_expert_num": 0, "moe_topk": 1, "attention_bias": True}},
+        "experts_alone": {"config": {"zero_expert_num": 0, "attention_bias": True}},  # with top 1 its own forward fails
         "mostly_identities": {"config": {"n_routed_experts": 2, "zero_expert_num": 4, "moe_topk": 3}},
     }
 
