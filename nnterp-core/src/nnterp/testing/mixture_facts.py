@@ -100,6 +100,10 @@ class MixtureFacts(Facts):
         """What a slot adds: its expert of ``hidden``, by its weight."""
         return expert(hidden) * weight
 
+    def in_the_stream(self, slots: Tensor) -> Tensor:
+        """What slots' outputs, or their sum, add to the stream: themselves, unless experts work in another space."""
+        return slots
+
     def routed_site(self, mixture: nn.Module) -> tuple[nn.Module, Site]:
         """The bare module and the site of the routed experts' sum."""
         return mixture.experts, Site("")

@@ -114,7 +114,8 @@ class Scan(Stepping):
     PROMPT, STEP = "mamba_selective_scan", "mamba_selective_state_update"
     RETURN_FINAL = "return_last_state"
     READ_ONLY = (BETAS, DECAYS)
-    FROM_A_STATE = False
+    FROM_A_STATE = CONTINUES = False
+    FRESH = "starts from zeros"
     REFUSES_IN_PLACE = (QUERIES, KEYS)
     HEADS = "channels"
 

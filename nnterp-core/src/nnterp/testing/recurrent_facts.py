@@ -31,6 +31,7 @@ class RecurrentFacts(Facts):
         ELSEWHERE: Part of the reason on the blocks that do not serve a value of `BLOCKS`, where that is not a missing
             module.
         MIXER_WIDTH_KEYS: The config key of each size of the mixer.
+        LIMITED: Whether a prompt's step sizes are limited and a decode step's, in transformers, are not.
         HIDDEN_STATES_OF_BLOCKS: Whether transformers' hidden states begin behind the first block, and not before it.
     """
 
@@ -39,6 +40,7 @@ class RecurrentFacts(Facts):
     BLOCKS: dict[str, tuple[int, ...]] = {}
     ELSEWHERE: dict[str, str] = {}
     MIXER_WIDTH_KEYS: dict[str, str] = {}
+    LIMITED: bool = False
     HIDDEN_STATES_OF_BLOCKS: bool = False
 
     # -- what FamilySuite asks ----------------------------------------------------------------------------------------
@@ -65,7 +67,8 @@ class RecurrentFacts(Facts):
 
     @classmethod
     def all_values(cls) -> list[str]:
-        served = [*(name for name in PLAIN if name not in cls.RECURRENCE.READ_ONLY)]
+        without = (*cls.RECURRENCE.READ_ONLY, *cls.RECURRENCE.UNAVAILABLE)
+        served = [name for name in PLAIN if name not in without]
         values = [value.rpartition(".") for value in super().all_values()]
         return [host + dot + name for host, dot, name in values if host != cls.MIXER or name in served]
 

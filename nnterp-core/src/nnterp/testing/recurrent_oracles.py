@@ -53,7 +53,9 @@ class Recurrence:
         READ_ONLY: Values that cannot be assigned.
         UNAVAILABLE: Part of the reason by value, for what its mixers do not serve as they are loaded.
         STATES_WRITABLE: Whether the state after a token can be written where `states` is served.
-        FROM_A_STATE: Whether a prompt can start from a state.
+        FROM_A_STATE: Whether a fresh prompt can start from a state.
+        FRESH: Part of the reason why it cannot.
+        CONTINUES: Whether several tokens over a cache start from its state.
         REFUSES_IN_PLACE: Values that are views of one ``split``, which torch refuses to edit in place under autograd.
         BESIDE: Values that the kernel is not given, but one that they are a function of.
         HEADS: The axis that has a state of its own each.
@@ -65,6 +67,8 @@ class Recurrence:
     UNAVAILABLE: dict[str, str] = {}
     STATES_WRITABLE = True
     FROM_A_STATE = True
+    FRESH = ""
+    CONTINUES = True
     REFUSES_IN_PLACE: tuple[str, ...] = (QUERIES, KEYS, VALUES)
     BESIDE: tuple[str, ...] = ()
     HEADS = "heads"
