@@ -94,6 +94,17 @@ def declared(function: Callable) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
+def laid_out_as(given: Any, value: Any) -> Any:
+    """``value``, with the strides of ``given`` in whose place it is: how a kernel rounds depends on them.
+
+    So a row that nobody edited, which nnsight puts together with the edited ones, computes what it computes alone.
+    """
+    both = isinstance(given, Tensor) and isinstance(value, Tensor)
+    if not both or value.stride() == given.stride() or value.shape != given.shape or 0 in given.stride():
+        return value
+    return torch.empty_strided(given.shape, given.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
 class KernelCall:
     """One call of a kernel by a mixer in a run.
 
@@ -166,7 +177,7 @@ class KernelCall:
         versions = {name: value._version for name, value in given.items() if isinstance(value, Tensor)}
         served = self.handle(INPUTS, given)
         changed = {
-            name: value
+            name: laid_out_as(given[name], value)
             for name, value in served.items()
             if value is not given[name] or (isinstance(value, Tensor) and value._version != versions[name])
         }
