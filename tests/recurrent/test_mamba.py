@@ -28,4 +28,11 @@ class TestMamba(RecurrentSuite):
     HIDDEN_STATES_OF_BLOCKS = True
     BLOCKS = {"self_attn": (), "mlp": ()}
     MIXER_WIDTH_KEYS = {"channels": "intermediate_size", "state_dim": "state_size"}
-    LAYOUTS = {"default": {}}
+    LAYOUTS = {
+        "plain": {},
+        "biases_tied_float32": {
+            "config": {"use_bias": True, "tie_word_embeddings": True, "residual_in_fp32": True, "conv_kernel": 2},
+            "PADDING_MATTERS": True,  # the input projection's bias enters the convolution at the padding
+        },
+        "inner_width": {"config": {"expand": 3, "use_conv_bias": False, "residual_in_fp32": False}},
+    }

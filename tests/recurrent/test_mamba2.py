@@ -32,4 +32,14 @@ class TestMamba2(RecurrentSuite):
     HIDDEN_STATES_OF_BLOCKS = True
     BLOCKS = {"self_attn": (), "mlp": ()}
     MIXER_WIDTH_KEYS = {"heads": "num_heads", "head_dim": "head_dim", "groups": "n_groups", "state_dim": "state_size"}
-    LAYOUTS = {"groups": {}}
+    LAYOUTS = {
+        "groups": {},
+        "one_group_biases": {
+            "config": {"n_groups": 1, "use_bias": True, "tie_word_embeddings": True, "chunk_size": 256},
+            "PADDING_MATTERS": True,  # the input projection's bias enters the convolution at the padding
+        },
+        "limits": {
+            "config": {"time_step_limit": [0.02, 0.3], "residual_in_fp32": False, "use_conv_bias": False},
+            "LIMITED": True,
+        },
+    }

@@ -41,7 +41,24 @@ class TestQwen3Next(RecurrentSuite, MixtureSuite):
     SHARED = "shared_expert"
     EXPERTS_KEY = "num_experts"
     MLP_WIDTH_KEY = "moe_intermediate_size"
-    LAYOUTS = {"default": {}}
+    LAYOUTS = {
+        "key_heads_repeated": {},
+        "as_many_key_heads_and_dense_blocks": {
+            "config": {"linear_num_key_heads": 4, "mlp_only_layers": [0, 1], "norm_topk_prob": True},
+            "DENSE": (0, 1),
+            "EDITED": 2,
+            "MLP_WIDTH_KEY": None,
+            "REFUSES_IN_PLACE": ("linear_attn.attention_queries", "linear_attn.attention_keys"),
+        },
+        "attention_first_and_last": {
+            "config": {
+                "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+                "linear_value_head_dim": 8,
+                "linear_conv_kernel_dim": 2,
+            },
+            "BLOCKS": {"linear_attn": (1, 2), "self_attn": (0, 3)},
+        },
+    }
 
     def shared_site(self, mixture):
         def gate(call):

@@ -26,6 +26,8 @@ MODULES = (
     "naming",
     "recurrent_blocks",
     "recurrent_reading",
+    "recurrent_states",
+    "recurrent_writing",
     "running",
     "writing",
 )

@@ -25,8 +25,10 @@ class DeltaRule(Recurrence):
 
     def entering(self, kernel: Kernel) -> Values:
         values = {name: kernel.arguments[argument] for name, argument in self.ARGUMENTS.items()}
+        heads = values[VALUES].shape[2]
         for name in (QUERIES, KEYS):
-            values[name] = values[name].repeat_interleave(values[VALUES].shape[2] // values[name].shape[2], dim=2)
+            if values[name].shape[2] != heads:  # a copy is laid out in memory, and rounds, otherwise
+                values[name] = values[name].repeat_interleave(heads // values[name].shape[2], dim=2)
         return values
 
     def put(self, kernel: Kernel, values: Values, changed: set[str]) -> None:
@@ -117,7 +119,6 @@ class Scan(Stepping):
     FROM_A_STATE = CONTINUES = False
     FRESH = "starts from zeros"
     REFUSES_IN_PLACE = (QUERIES, KEYS)
-    HEADS = "channels"
 
     def tokens_first(self, kernel: Kernel, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(1) if kernel.step else tensor.transpose(1, 2)

@@ -58,7 +58,6 @@ class Recurrence:
         CONTINUES: Whether several tokens over a cache start from its state.
         REFUSES_IN_PLACE: Values that are views of one ``split``, which torch refuses to edit in place under autograd.
         BESIDE: Values that the kernel is not given, but one that they are a function of.
-        HEADS: The axis that has a state of its own each.
     """
 
     COMPONENT = ""
@@ -71,7 +70,6 @@ class Recurrence:
     CONTINUES = True
     REFUSES_IN_PLACE: tuple[str, ...] = (QUERIES, KEYS, VALUES)
     BESIDE: tuple[str, ...] = ()
-    HEADS = "heads"
 
     # -- the kernels --------------------------------------------------------------------------------------------------
 

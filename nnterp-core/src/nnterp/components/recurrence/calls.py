@@ -145,6 +145,10 @@ class KernelCall:
     def location(self, name: str) -> str:
         return f"{self.path}.{name}"
 
+    def index(self, mediator: Any) -> int:
+        """How many calls this mixer's kernels had before, since the worker of ``mediator`` started."""
+        return self.number - mediator.counts_at_start.get(self.location(INPUTS), 0)
+
     def handle(self, name: str, value: Any) -> Any:
         return self.interleaver.handle(self.location(name), value)
 
@@ -302,6 +306,4 @@ def align(mediator: Any, location: str, call: KernelCall) -> None:
 
     What a worker waits for is a location and the number of the call, counted since the worker started.
     """
-    inputs = f"{call.path}.{INPUTS}"
-    index = call.number - mediator.counts_at_start.get(inputs, 0)
-    call.interleaver.counts[location] = mediator.counts_at_start.get(location, 0) + index
+    call.interleaver.counts[location] = mediator.counts_at_start.get(location, 0) + call.index(mediator)

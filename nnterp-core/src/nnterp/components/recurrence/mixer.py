@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nnterp.components.eproperty import EProperty, Unavailable
 from nnterp.components.layouts import Residual
-from nnterp.components.locations import FIRST
+from nnterp.components.locations import FIRST, missed
 from nnterp.components.recurrence.calls import INPUTS, UNDER_WAY, KernelCall, align, token_location
 from nnterp.components.recurrence.sources import compiled, package, plain
 from nnterp.components.standard import Standard
@@ -155,16 +155,22 @@ class RecurrentMixer(Standard):
         return host
 
     def _entered(self, what: str) -> KernelCall:
-        """The kernel call under way, waited for where the model has not come to it."""
-        mediator = getattr(getcurrent(), "mediator", None)
-        if mediator is None:
+        """The kernel call under way, waited for where the model has not come to it, or not to the step asked for."""
+        worker = getattr(getcurrent(), "mediator", None)
+        if worker is None:
             raise ValueError(
                 f"{what} of {self.path} exists only while the model runs: use it inside a `with model.trace(...):` "
                 f"block"
             )
-        if self._module_call() is None:
-            Mediator.value(f"{self._host().path}.{INPUTS}")
-        call = self._module_call()
+        call, step = self._module_call(), worker().iteration
+        if call is None or (step is not None and call.index(worker()) < step):
+            location = f"{self._host().path}.{INPUTS}"
+            try:
+                Mediator.value(location)
+            except OutOfOrderError as error:  # the same one, by which nnsight knows the end of a loop over steps
+                error.args = (missed(f"{what} of {self.path}", location),)
+                raise
+            call = self._module_call()
         if call is None:
             raise OutOfOrderError(f"{what} of {self.path} was asked for after its kernel had run in this call")
         return call
