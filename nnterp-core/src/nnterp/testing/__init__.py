@@ -49,20 +49,26 @@ from nnterp.testing.oracles import (  # noqa: E402
     heads,
     run,
 )
+from nnterp.testing.recurrences import DeltaRule, ScalarDecay, Scan  # noqa: E402
 from nnterp.testing.recurrent import RecurrentSuite  # noqa: E402
+from nnterp.testing.recurrent_oracles import Recurrence  # noqa: E402
 from nnterp.testing.suite import FamilySuite  # noqa: E402
 
 __all__ = [
     "BiasedMixtureSuite",
     "Block",
     "Call",
+    "DeltaRule",
     "FamilySuite",
     "Formula",
     "Forward",
     "Inside",
     "Loop",
     "MixtureSuite",
+    "Recurrence",
     "RecurrentSuite",
+    "ScalarDecay",
+    "Scan",
     "Site",
     "WithSink",
     "Within",

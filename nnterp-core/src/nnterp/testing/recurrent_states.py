@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nnterp import Unavailable
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
-from nnterp.testing.edits import moved, only_row
+from nnterp.testing.edits import moved, noise, only_row
 from nnterp.testing.oracles import greedy
 from nnterp.testing.recurrent_reading import STEPS, ULPS_OF_A_RECURRENCE, RecurrentReading
 
@@ -274,6 +274,46 @@ class RecurrentStates(RecurrentReading):
 
                 expected = self.kernels((), {"state": moved}, run, True, layer, at_call=1).output
                 assert_close(logits, expected.logits, ULPS_OF_A_RECURRENCE)
+
+    def test_gradient_of_a_state(self) -> None:
+        """Of what is read from the state, with respect to it as it is and as it is written."""
+        if not self.RECURRENCE.STATES_WRITABLE:
+            return
+        mixer, layer, token = self.mixer(), self.mixed, 2
+        values = self.computed_from(self.read_mixer(layer))
+        weights = noise(values["attention_values"], seed=5)
+
+        def gradient(edit: Any) -> Tensor:
+            """In float64."""
+            seen: list[Tensor] = []
+
+            def at(part: str, state: Tensor) -> Tensor:
+                seen.append(edit(state.detach()).requires_grad_() if len(seen) == token else state)
+                return seen[-1]
+
+            parameters = self.RECURRENCE.parameters(self.bare_mixer(layer))
+            _, outputs = self.RECURRENCE.run(values, parameters, at)
+            (outputs * weights).sum().backward()
+            return seen[token].grad
+
+        with self.states_held():
+            with self.model.trace(self.ids):
+                live = mixer.state_after(token)
+                clean = live.detach().clone().save()
+                loss = (mixer.attention_head_outputs * weights).sum()
+                with loss.backward():
+                    got = live.grad.save()
+            assert_close(got, gradient(Tensor.clone), ULPS_OF_A_RECURRENCE)
+            state = moved(clean).requires_grad_()
+            with self.model.trace(self.ids):
+                mixer.set_state_after(token, state)
+                loss = (mixer.attention_head_outputs * weights).sum()
+                loss.backward()
+            assert_close(state.grad, gradient(moved), ULPS_OF_A_RECURRENCE)
+            with self.model.trace(self.ids):
+                mixer.state_after(token)[:] = state.detach()
+                logits = self.model.logits.save()
+            assert_same(logits, self.written(token, moved, layer)["logits"])
 
     # -- bad input ----------------------------------------------------------------------------------------------------
 

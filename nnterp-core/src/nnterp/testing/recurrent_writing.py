@@ -181,6 +181,22 @@ class RecurrentWriting(RecurrentStates):
         for state, copy in zip(held, copies, strict=True):
             assert_same(state, copy)
 
+    def test_call_that_keeps_no_cache(self) -> None:
+        """Its final state is None and takes no value; the states after chosen tokens are there all the same."""
+        mixer, layer = self.mixer(), self.mixed
+        state = self.donor(layer)
+        with torch.no_grad(), self.model.trace(self.ids, use_cache=False):
+            final = [mixer.state_output].save()
+            logits = self.model.logits.save()
+        assert final == [None]
+        assert_same(logits, self.bare(**self.inputs(), use_cache=False).logits)
+        with pytest.raises(ValueError, match="keeps no cache"), self.model.trace(self.ids, use_cache=False):
+            mixer.state_output = state
+        with torch.no_grad(), self.model.trace(self.ids, use_cache=False):
+            states = mixer.states_at([1, -1]).clone().save()
+        expected = self.states_of(layer)[:, [1, -1]]
+        assert_close(states.double(), expected, ULPS_OF_A_RECURRENCE, torch.float32)
+
     # -- what a call starts from --------------------------------------------------------------------------------------
 
     def test_edited_initial_state_of_a_step(self) -> None:
@@ -230,6 +246,15 @@ class RecurrentWriting(RecurrentStates):
                 final = mixer.state_output.clone().save()
                 logits = self.model.logits.save()
             assert_same(back, state)
+            with torch.no_grad(), self.model.trace(self.ids):
+                mixer.state_input = state
+                mixer.attention_keys[:, 3] *= 2
+                some = mixer.states_at([4, 0]).clone().save()
+            keys = read["attention_keys"].clone()
+            keys[:, 3] *= 2
+            edited = {**self.computed_from(read), "initial": state, "attention_keys": keys}
+            expected = self.recurrence_of(edited, layer)[0][:, [4, 0]]
+            assert_close(some.double(), expected, ULPS_OF_A_RECURRENCE, torch.float32)
             assert_close(served.double(), outputs, ULPS_OF_A_RECURRENCE, torch.float32)
             assert_close(final.double(), states[:, -1], ULPS_OF_A_RECURRENCE, torch.float32)
             expected = self.kernels((), {"attention_head_outputs": lambda _, new=served: new}, layer=layer)

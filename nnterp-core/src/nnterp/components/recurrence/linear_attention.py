@@ -10,6 +10,7 @@ from nnterp.components.eproperty import DerivedEProperty, EProperty
 from nnterp.components.module_sizes import module_int
 from nnterp.components.recurrence.calls import FINAL, INPUTS, OUTPUTS, STATE_AT, STATES, kernel_call
 from nnterp.components.recurrence.mixer import (
+    FinalState,
     RecurrentMixer,
     StateInput,
     StatesEProperty,
@@ -175,7 +176,7 @@ class LinearAttention(RecurrentMixer):
         """
         return value
 
-    @EProperty(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
+    @FinalState(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
     def state_output(self, value: Any) -> State | None:
         """The state after this call's last token, ``[batch, heads, key_dim, value_dim]``, as the cache receives it;
         None where no cache is kept.

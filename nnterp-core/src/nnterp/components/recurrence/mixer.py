@@ -65,6 +65,18 @@ class StateInput(EProperty):
         Mediator.swap(location, {**raw, "state_input": value})
 
 
+class FinalState(EProperty):
+    """The state a call leaves, which is None where no cache receives it."""
+
+    def check(self, obj: Any, value: Any, replaced: Any) -> None:
+        if replaced is None:
+            raise ValueError(
+                f"{self.name} of {obj.path} cannot be assigned here: this call keeps no cache (use_cache=False), so "
+                f"nothing would receive it"
+            )
+        super().check(obj, value, replaced)
+
+
 class StatesEProperty(EProperty):
     """The states after every token: served as they were, so an assignment would change nothing and raises."""
 

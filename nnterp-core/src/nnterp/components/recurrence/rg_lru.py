@@ -12,6 +12,7 @@ from nnterp.components.module_sizes import module_int
 from nnterp.components.recurrence.calls import FINAL, INPUTS, OUTPUTS, STATE_AT, STATES, kernel_call
 from nnterp.components.recurrence.mechanisms import ANEW
 from nnterp.components.recurrence.mixer import (
+    FinalState,
     RecurrentMixer,
     StateInput,
     StatesEProperty,
@@ -151,7 +152,7 @@ class GatedRecurrence(RecurrentMixer):
         """
         return value
 
-    @EProperty(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
+    @FinalState(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
     def state_output(self, value: Any) -> UnitState:
         """The state after this call's last token, ``[batch, channels]``, float32, as the module keeps it.
 

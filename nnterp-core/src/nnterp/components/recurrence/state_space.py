@@ -13,6 +13,7 @@ from nnterp.components.recurrence.calls import FINAL, INPUTS, OUTPUTS, STATE_AT,
 from nnterp.components.recurrence.linear_attention import Gates
 from nnterp.components.recurrence.mixer import (
     Coupled,
+    FinalState,
     RecurrentMixer,
     StateInput,
     StatesEProperty,
@@ -210,7 +211,7 @@ class SelectiveScan(RecurrentMixer):
         """
         return value
 
-    @EProperty(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
+    @FinalState(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
     def state_output(self, value: Any) -> ScanState | None:
         """The state after this call's last token, ``[batch, channels, state_dim]``, as the cache receives it; None
         where no cache is kept. A copy: an edit changes what the next step starts from, and not this call's output.
@@ -367,7 +368,7 @@ class StateSpace(RecurrentMixer):
         """
         return value
 
-    @EProperty(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
+    @FinalState(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
     def state_output(self, value: Any) -> SSDState | None:
         """The state after this call's last token, ``[batch, heads, state_dim, head_dim]``, as the cache receives it;
         None where no cache is kept. A copy: an edit changes what the next step starts from, and not this call's output.
