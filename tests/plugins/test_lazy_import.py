@@ -19,6 +19,9 @@ print(json.dumps({
 }))
 """
 
+#: The family that is the core's own: it comes with nnterp, and the others one by one.
+DEFAULT = "nnterp.families.default"
+
 
 def loaded_after(code: str, *path: Path) -> dict[str, list[str]]:
     environment = {
@@ -35,12 +38,12 @@ def loaded_after(code: str, *path: Path) -> dict[str, list[str]]:
 
 def test_importing_nnterp_loads_no_plugin_and_no_modeling_code():
     loaded = loaded_after("import nnterp, nnterp.families")
-    assert loaded == {"modeling": [], "plugins": [], "families": [], "machinery": []}
+    assert loaded == {"modeling": [], "plugins": [], "families": [DEFAULT], "machinery": []}
 
 
 def test_discovery_loads_the_plugins_packages_and_no_family(acme_site):
     loaded = loaded_after("from nnterp import families; families.plugins(), families.known(), dir(families)", acme_site)
-    assert loaded["modeling"] == loaded["families"] == []
+    assert loaded["modeling"] == [] and loaded["families"] == [DEFAULT]
     assert "acme_nnterp" in loaded["plugins"]
     assert all("." not in name for name in loaded["plugins"])
 
@@ -50,11 +53,11 @@ def test_a_look_up_loads_that_family_alone(code):
     loaded = loaded_after(f"from nnterp import families\n{code}")
     assert loaded["modeling"] == ["transformers.models.llama.modeling_llama"]
     assert [name for name in loaded["plugins"] if "." in name] == ["nnterp_families_dense.llama"]
-    assert loaded["families"] == ["nnterp.families.llama"]
+    assert loaded["families"] == [DEFAULT, "nnterp.families.llama"]
 
 
 def test_a_third_party_look_up_loads_that_family_alone(acme_site):
     loaded = loaded_after("from nnterp import families\nfamilies.lookup('acme')", acme_site)
     own = [name for name in loaded["plugins"] if "." in name]
     assert own == ["acme_nnterp._modeling", "acme_nnterp.acme"]
-    assert loaded["families"] == ["nnterp.families.acme"]
+    assert sorted(loaded["families"]) == ["nnterp.families.acme", DEFAULT]

@@ -28,6 +28,7 @@ from nnterp.components import (
     unavailable,
 )
 from nnterp.families import UnsupportedFamily
+from nnterp.families import default as _default  # noqa: F401  the one family that is the core's own, always there
 from nnterp.standardized import Standardized, StandardizedTransformer
 
 __all__ = [

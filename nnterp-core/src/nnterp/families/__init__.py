@@ -3,8 +3,9 @@
 The families live in plugins (`nnterp.plugins`), and this package makes them look like its own modules.
 ``nnterp.families.gpt2``, ``from nnterp.families import gpt2`` and ``import nnterp.families.gpt2`` give the plugin's
 module itself, so a family has one identity however it is spelled; another engine's families are
-``nnterp.families.vllm.llama``. Nothing is imported before it is asked for: the first look-up discovers the plugins,
-and a look-up imports that one family and the transformers modeling module it names.
+``nnterp.families.vllm.llama``. No plugin is imported before it is asked for: the first look-up discovers them, and a
+look-up imports that one family and the transformers modeling module it names. `default` alone, the core's own, comes
+with nnterp.
 
 A name that is no family here is one that no installed plugin serves. `lookup` then answers with `default`, which does
 its best on any decoder, and says which package to install where nnterp ships one for the type.
