@@ -4,8 +4,9 @@ import copy
 
 import cloudpickle
 import pytest
+from torch import Tensor
 
-from nnterp import Attention, EProperty, Layer, Mlp
+from nnterp import Attention, EProperty, Layer, Mlp, components
 from nnterp.components import Residual
 
 
@@ -38,6 +39,15 @@ def test_a_value_as_text():
     assert str(Layer.layer_output) == (
         "(layer_output) -> Residual [batch, seq, hidden_size]: The residual stream leaving the block"
     )
+
+
+def test_a_layout_goes_by_its_name_however_it_is_spelled():
+    class MyLayer(Layer):
+        @EProperty("output", description="Mine")
+        def extra(self, value: Tensor) -> components.Pattern:
+            return value
+
+    assert str(MyLayer.extra) == "(extra) -> Pattern [batch, num_heads, query, key]: Mine"
 
 
 @pytest.mark.parametrize("value", [Layer.layer_output, Layer.layer_mid, Attention.attention_premix, Mlp.mlp_output])

@@ -19,6 +19,7 @@ from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from nnsight.intervention.source import SourceNotAvailable
 
 from nnterp.components.gradients import ROWS_OF_A_BATCH, gradient_in_base
+from nnterp.components.layouts import name_of
 from nnterp.components.locations import (
     FIRST,
     Select,
@@ -130,9 +131,8 @@ class EProperty(eproperty):
 
     @property
     def layout_name(self) -> str | None:
-        """The name the layout has where the value is defined (``"Residual"``)."""
-        names = self._annotated.__globals__.items() if self.layout is not None else ()
-        return next((name for name, value in names if value is self.layout), None)
+        """The name the layout has where the value is defined (``"Residual"``), there or in a module named there."""
+        return name_of(self.layout, self._annotated.__globals__) if self.layout is not None else None
 
     def __str__(self) -> str:
         reason = f"Unavailable: {self._unavailable}" if isinstance(self._unavailable, str) else self.description

@@ -6,6 +6,9 @@ say what each dimension is. An axis that is a fact about the model carries the n
 ``key``, ``tokens``) are facts about one call.
 """
 
+from types import ModuleType
+from typing import Any
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -51,3 +54,12 @@ Pattern = Float[Tensor, f"{BATCH} {HEADS} {QUERY} {KEY}"]
 HeadOutputs = Float[Tensor, f"{BATCH} {SEQ} {HEADS} {HEAD_DIM}"]
 #: ``[batch, seq, intermediate_size]``.
 Neurons = Float[Tensor, f"{BATCH} {SEQ} {INTERMEDIATE}"]
+
+
+def name_of(layout: Any, names: dict[str, Any]) -> str | None:
+    """The name of a layout among ``names``, a module's globals, or in a module named there (``components.Residual``).
+
+    The first one's, as jaxtyping gives its types none; None where it goes by no name in either place.
+    """
+    spaces = [names, *(vars(value) for value in list(names.values()) if isinstance(value, ModuleType))]
+    return next((name for space in spaces for name, value in list(space.items()) if value is layout), None)
