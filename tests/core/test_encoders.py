@@ -1,10 +1,10 @@
-"""Encoders and encoder-decoders are told from decoders before anything is built."""
+"""What is no decoder with a language-model head is refused: encoders, encoder-decoders, decoders under other heads."""
 
 import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nnterp import StandardizedTransformer, UnsupportedFamily, loading
@@ -44,4 +44,14 @@ BART = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, 
 def test_a_ready_encoder_is_refused(model_type, sizes, message):
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, vocab_size=50, **sizes))
     with pytest.raises(UnsupportedFamily, match=message):
+        StandardizedTransformer(module)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", [AutoModel, AutoModelForSequenceClassification])
+def test_a_ready_decoder_without_a_language_model_head_is_refused(model_type, kind):
+    module = kind.from_config(AutoConfig.for_model(model_type, **CONFIGS[model_type]))
+    with pytest.raises(
+        UnsupportedFamily, match=rf"{type(module).__name__} has no language-model head.*AutoModelForCau"
+    ):
         StandardizedTransformer(module)

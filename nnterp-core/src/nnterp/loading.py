@@ -185,6 +185,19 @@ def has_preprocessors(model: Any) -> bool:
     ) or bool(model.repo_id)
 
 
+def refuse_headless(module: nn.Module, task: str) -> None:
+    """Raise UnsupportedFamily for a ready model that cannot generate where ``task`` is to: it has no head to read.
+
+    transformers' pipeline builds such a model in part, and fails at an attribute that it left out.
+    """
+    generates = getattr(module, "can_generate", None)
+    if getattr(pipeline_class(task), "_pipeline_calls_generate", False) and not (generates and generates()):
+        raise UnsupportedFamily(
+            f"{type(module).__name__} has no language-model head, and {task} needs one: load the checkpoint with its "
+            f"head (AutoModelForCausalLM), or trace this module with nnsight's TransformersModel and a task= of its own"
+        )
+
+
 def wrap_without_tokenizer(model: Any, module: nn.Module, device: Any) -> nn.Module:
     """A ready module with no tokenizer: the pipeline is built without one, and token ids and tensors trace."""
     model.pipeline = pipeline_class(model.task)(model=module, tokenizer=None, task=model.task, device=device)

@@ -177,6 +177,7 @@ class StandardizedTransformer(Standardized, TransformersModel):
         return loading.loaded_preprocessors(self.task)
 
     def _wrap(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        loading.refuse_headless(module, self.task)
         if "device_map" not in kwargs:
             kwargs.setdefault("device", module.device)  # without one, a pipeline moves it to the first accelerator
         if loading.has_preprocessors(self):
