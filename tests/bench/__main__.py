@@ -21,10 +21,11 @@ def rows() -> list[Row]:
     import memory_cost
     import mixture_cost
     import read_cost
+    import recurrent_cost
     import support_cost
 
     found: list[Row] = []
-    for part in (import_cost, build_cost, read_cost, memory_cost, support_cost, mixture_cost):
+    for part in (import_cost, build_cost, read_cost, memory_cost, support_cost, mixture_cost, recurrent_cost):
         started = time.monotonic()
         print(f"{part.WHAT} …", end="", file=sys.stderr, flush=True)
         found += part.rows()
