@@ -205,11 +205,14 @@ class Standard(Envoy):
         if name in PARTS and name in self._other_parts():
             raise NoSuchName(self, name)
         try:
-            return super().__getattr__(name)
+            found = super().__getattr__(name)
         except AttributeError as error:
             if name.startswith("_"):
                 raise
             raise NoSuchName(self, name) from error
+        if found is None and name in PARTS:  # a place for one that the module leaves empty
+            raise NoSuchName(self, name)
+        return found
 
     def _unknown(self, name: str) -> str:
         kind = type(self._module).__name__
