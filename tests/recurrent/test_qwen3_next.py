@@ -1,8 +1,10 @@
 """Qwen3-Next: gated DeltaNet among attention with gated queries, mixtures with a gated shared expert."""
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from nnterp.testing import MixtureSuite, RecurrentSuite, Site
+from nnterp import StandardizedTransformer
+from nnterp.testing import MixtureSuite, RecurrentSuite, Site, checkpoint
 from nnterp.testing.recurrences import DeltaRule
 
 
@@ -69,3 +71,22 @@ class TestQwen3Next(RecurrentSuite, MixtureSuite):
             read=lambda call, tensor: tensor * gate(call),
             write=lambda call, tensor, value: value / gate(call),
         )
+
+    def test_the_premix_is_gated(self):
+        """By the half of the query projection that is not the queries."""
+        for layer in self.BLOCKS["self_attn"]:
+            attention = self.module(f"layers.{layer}.self_attn")
+            projected = attention.q_proj(self.everything["attention_norm_output", layer])
+            gate = projected.unflatten(-1, (4, 2, -1))[..., 1, :].detach()
+            mixed = self.everything["self_attn.attention_head_outputs", layer]
+            premix = self.everything["self_attn.attention_premix", layer]
+            torch.testing.assert_close(premix, mixed * gate.sigmoid())
+            assert not torch.allclose(premix, mixed)
+
+    def test_mixtures_every_other_block(self):
+        """``decoder_sparse_step`` and ``mlp_only_layers`` together say which blocks are dense."""
+        fields = {**self.CONFIG, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        bare = AutoModelForCausalLM.from_config(checkpoint.config(**fields)).eval()
+        model = StandardizedTransformer(bare)
+        assert model.moe_layers == [1] and model.mlp_layers == [0, 1, 2, 3]
+        assert type(model.layers[3].mlp) is self.family.Mlp and type(model.layers[1].mlp) is self.family.Moe
