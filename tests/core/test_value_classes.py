@@ -50,6 +50,15 @@ def test_a_layout_goes_by_its_name_however_it_is_spelled():
     assert str(MyLayer.extra) == "(extra) -> Pattern [batch, num_heads, query, key]: Mine"
 
 
+def test_an_operation_inside_a_forward_is_told_by_its_path():
+    class MyLayer(Layer):
+        called = EProperty("mlp.source.act_fn_0.output")
+        chosen = EProperty(lambda layer: "mlp.output")
+
+    assert MyLayer.called.inside_forward() and not Layer.layer_output.inside_forward()
+    assert MyLayer.chosen.inside_forward() and not MyLayer.chosen.inside_forward(object())
+
+
 @pytest.mark.parametrize("value", [Layer.layer_output, Layer.layer_mid, Attention.attention_premix, Mlp.mlp_output])
 def test_a_value_is_pickled_with_all_it_says(value):
     for other in (cloudpickle.loads(cloudpickle.dumps(value)), copy.deepcopy(value)):

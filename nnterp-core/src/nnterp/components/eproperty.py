@@ -145,9 +145,9 @@ class EProperty(eproperty):
         """The path of this value on ``obj``."""
         return self.key(obj) if callable(self.key) else self.key
 
-    def inside_forward(self, obj: Any) -> bool:
-        """Whether the value is an operation inside a forward, reached through ``source``."""
-        return "source" in parsed(self.path(obj))[2]
+    def inside_forward(self, obj: Any = None) -> bool:
+        """Whether the value is an operation, reached through ``source``; without ``obj`` a key function passes for one."""
+        return (obj is None and callable(self.key)) or "source" in parsed(self.path(obj))[2]
 
     @staticmethod
     def attribute(path: str) -> str:
