@@ -8,7 +8,7 @@ TRANSFORMERS ?= 5.24.0
 CHECKPOINTS ?= smollm2 toy-gpt2
 
 PACKAGES := nnterp-families-dense nnterp-families-moe nnterp-families-recurrent nnterp-vision nnterp-vllm
-TOOLS := accelerate build hatchling pytest-xdist ruff==0.17.6
+TOOLS := accelerate build hatchling pillow pytest-xdist ruff==0.17.6
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-torch$(TORCH)-transformers$(TRANSFORMERS)
 

@@ -6,10 +6,12 @@ from typing import Any
 
 from nnsight import Envoy
 from nnsight.intervention.aliasing import named
+from nnsight.modeling import peft
+from nnsight.modeling.quantization import resolve_load_kwargs
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from torch import nn
 
-from nnterp import families
+from nnterp import families, wrappers
 from nnterp.components.sharded import WholeValues
 from nnterp.families import UnsupportedFamily
 from nnterp.shipped import module_name, package_for
@@ -93,6 +95,41 @@ def refuse_encoders(config: Any, model_type: str) -> None:
         f"{config.model_type!r} is {kind} and nnterp standardizes decoder-only transformers: trace it with nnsight's "
         f"TransformersModel"
     )
+
+
+# -- a wrapper --------------------------------------------------------------------------------------------------------
+
+
+#: The names a load's dtype goes by.
+DTYPES = ("dtype", "torch_dtype")
+
+
+def build_wrapper(model: Any, repo_id: str, kwargs: dict) -> nn.Module | None:
+    """The module of a lazy text-generation load of a multimodal checkpoint, without weights; None for any other load.
+
+    The auto class of text generation builds few wrappers. Where it does not, the class that the checkpoint names is
+    what a load with weights falls back on, and so what is built here; nnsight 0.8.1 has no such fallback. Called
+    inside nnsight's meta build.
+    """
+    if model.task != "text-generation" or kwargs.get("config") is not None:
+        return None
+    if wrappers.generates_text(read_config(repo_id, {"revision": model.revision, **kwargs})):
+        return None
+    from transformers import AutoConfig, AutoModelForImageTextToText, pipeline
+
+    kwargs = resolve_load_kwargs(kwargs, quantize=False)
+    # "auto" is the dtype of the weights, of which there are none yet: the config's own stands for it.
+    kwargs = {name: value for name, value in kwargs.items() if not (name in DTYPES and value == "auto")}
+    fields = {name: value for name, value in kwargs.items() if name != "quantization_config"}
+    config = AutoConfig.from_pretrained(repo_id, revision=model.revision, return_unused_kwargs=True, **fields)[0]
+    options = {name: kwargs[name] for name in (*DTYPES, "trust_remote_code", "attn_implementation") if name in kwargs}
+    module = AutoModelForImageTextToText.from_config(config, **options)
+    if model.peft is not None:
+        peft.attach(module, model.peft, weights=False)
+    trusted = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
+    model.pipeline = pipeline(model.task, model=module, device="meta", **model._preprocessor_sources(), **trusted)
+    model._sync()
+    return module
 
 
 # -- the two maps and the interleaver ---------------------------------------------------------------------------------

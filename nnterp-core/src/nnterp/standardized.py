@@ -10,7 +10,7 @@ from typing import Any
 from nnsight.modeling.transformers import TransformersModel
 from torch import Size, Tensor, nn
 
-from nnterp import loading
+from nnterp import loading, wrappers
 from nnterp.components.eproperty import DerivedEProperty, EProperty
 from nnterp.components.inputs import TokenIds
 from nnterp.components.layouts import Logits, NextTokenProbs, Residual, Tokens
@@ -81,6 +81,9 @@ class StandardizedTransformer(Standardized, TransformersModel):
         **kwargs: Any,
     ) -> None:
         self.family = loading.resolve_family(repo_id, family, kwargs)
+        # Written once the module is built, which is when its containers are known, and before nnsight reads it.
+        self._names: dict = {}
+        self._own_names = rename or {}
         self._tokenizer_kwargs = tokenizer_kwargs or {}
         self._add_prefix_false_tokenizer = None
         kwargs.setdefault("task", "text-generation")
@@ -88,7 +91,7 @@ class StandardizedTransformer(Standardized, TransformersModel):
         super().__init__(
             repo_id,
             *args,
-            rename={**self.family.RENAME, **(rename or {})},
+            rename=self._names,
             envoys=loading.envoy_classes(
                 loading.base_envoys(repo_id, kwargs), {nn.ModuleList: Blocks}, self.family.ENVOYS, envoys or {}
             ),
@@ -176,13 +179,26 @@ class StandardizedTransformer(Standardized, TransformersModel):
     def _loaded_preprocessors(self) -> set:
         return loading.loaded_preprocessors(self.task)
 
+    def _load_meta(self, repo_id: str, *args: Any, **kwargs: Any) -> nn.Module:
+        module = loading.build_wrapper(self, repo_id, kwargs)
+        return self._named(super()._load_meta(repo_id, *args, **kwargs) if module is None else module)
+
+    def _load(self, repo_id: str, *args: Any, **kwargs: Any) -> nn.Module:
+        return self._named(super()._load(repo_id, *args, **kwargs))
+
     def _wrap(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         loading.refuse_headless(module, self.task)
         if "device_map" not in kwargs:
             kwargs.setdefault("device", module.device)  # without one, a pipeline moves it to the first accelerator
         if loading.has_preprocessors(self):
-            return super()._wrap(module, *args, **kwargs)
-        return loading.wrap_without_tokenizer(self, module, kwargs.get("device"))
+            return self._named(super()._wrap(module, *args, **kwargs))
+        return self._named(loading.wrap_without_tokenizer(self, module, kwargs.get("device")))
+
+    def _named(self, module: nn.Module) -> nn.Module:
+        """``module``, with its aliases worked out: the family's, re-rooted on a wrapper, under the caller's own."""
+        self._names.clear()
+        self._names.update({**wrappers.rerooted(self.family.RENAME, module), **self._own_names})
+        return module
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         loading.refuse_text_without_tokenizer(self, invokes)
@@ -193,6 +209,6 @@ class StandardizedTransformer(Standardized, TransformersModel):
         return TransformersModel
 
     def __getattr__(self, name: str) -> Any:
-        if name == "vision" and "_module" in self.__dict__ and hasattr(self._module.config, "vision_config"):
-            raise AttributeError("the vision tower's values come with another package: pip install 'nnterp[vision]'")
+        if name in wrappers.IMAGE_SIDE and "_module" in self.__dict__ and hasattr(self._module.config, "vision_config"):
+            wrappers.refuse_image_side(name, self._module.config)
         return super().__getattr__(name)

@@ -146,7 +146,7 @@ class EProperty(eproperty):
         return self.key(obj) if callable(self.key) else self.key
 
     def inside_forward(self, obj: Any = None) -> bool:
-        """Whether the value is an operation, reached through ``source``; without ``obj`` a key function passes for one."""
+        """Whether the value is an operation reached through ``source``; without ``obj`` a key function is one too."""
         return (obj is None and callable(self.key)) or "source" in parsed(self.path(obj))[2]
 
     @staticmethod

@@ -44,10 +44,17 @@ def tokenizer() -> Any:
 
 
 def config(**fields: Any) -> Any:
-    """The config of ``model_type`` with ``fields``; the kit's vocabulary and special tokens where they do not say."""
+    """The config of ``model_type`` with ``fields``; the kit's vocabulary and special tokens where they do not say.
+
+    Those are the text model's: on a wrapper they go into its ``text_config``.
+    """
     from transformers import AutoConfig
 
-    fields = {"vocab_size": VOCAB, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1, **fields}
+    special = {"vocab_size": VOCAB, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
+    if "text_config" in fields:
+        fields = {**fields, "text_config": {**special, **fields["text_config"]}}
+    else:
+        fields = {**special, **fields}
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
@@ -61,14 +68,19 @@ def randomized(model: Any, seed: int = 0) -> Any:
     return model
 
 
+def auto_class(config: Any) -> Any:
+    """What builds the bare model of ``config``: the causal language model, or the wrapper that has one inside."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+
+
 def save(config: Any, directory: Path, prepare: Callable[[Any], None] | None = None) -> Path:
-    """Build the causal language model of ``config`` with random weights; save it and a tokenizer in ``directory``.
+    """Build the model of ``config`` with random weights; save it and a tokenizer in ``directory``.
 
     ``prepare`` is called with the model before it is saved.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = randomized(AutoModelForCausalLM.from_config(config))
+    model = randomized(auto_class(config).from_config(config))
     if prepare is not None:
         prepare(model)
     model.save_pretrained(directory)
@@ -95,15 +107,11 @@ class Checkpoint:
         return StandardizedTransformer(str(self.directory), dispatch=dispatch, **{**self.options, **options})
 
     def load_bare(self, **options: Any) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.directory, **{**self.options, **options}).eval()
+        return auto_class(self.config).from_pretrained(self.directory, **{**self.options, **options}).eval()
 
     def without_path(self) -> Any:
         """The bare model built in memory, from which no tokenizer can be found."""
-        from transformers import AutoModelForCausalLM
-
-        built = AutoModelForCausalLM.from_config(self.config, **self.options).eval()
+        built = auto_class(self.config).from_config(self.config, **self.options).eval()
         built.load_state_dict(self.bare.state_dict())
         return built
 

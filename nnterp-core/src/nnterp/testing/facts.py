@@ -52,7 +52,8 @@ class Facts:
     Attributes:
         FAMILY: The ``model_type`` of the family, or its module.
         CONFIG: Fields of a tiny config, ``model_type`` among them. Three blocks, 32 wide, four heads of fewer
-            key/value heads are a good size; the vocabulary is the kit's where the config does not say.
+            key/value heads are a good size; the vocabulary is the kit's where the config does not say. A wrapper's
+            has a ``text_config``; its tests run on text alone, and NATIVE says where the text model is.
         LAYOUTS: Variants of the config, by name. Each is ``{"config": fields, "load": keyword arguments of the
             load}`` and any fact of this class under its own name (``"EXPECTED_UNAVAILABLE": {...}``); every test
             runs on every layout.
