@@ -2,7 +2,8 @@
 
 Both are the block's ``temporal_block`` in transformers. A recurrence's state is kept on its module, from one call to
 the next, and starts anew at position 0. Padding is not masked before the short convolution: the first tokens behind
-left padding differ from what they are in a prompt alone, in the model as in its values.
+left padding differ from what they are in a prompt alone, in the model as in its values. So does a prompt of one token
+in ``generate``, whose convolution goes on from what the module kept of the run before.
 """
 
 from typing import Any
