@@ -8,6 +8,7 @@ from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_same
 from nnterp.testing.edits import edit_of
 from nnterp.testing.facts import ROOT_VALUES
 from nnterp.testing.recurrent_facts import RecurrentFacts
+from nnterp.testing.recurrent_reading import ULPS_OF_A_RECURRENCE
 
 ATTENTION_SIZES = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -140,7 +141,7 @@ class RecurrentBlocks(RecurrentFacts):
         expected = self.oracle(values, self.blocks, bare=bare)
         for place, read in self.read_all(model, values=values).items():
             assert_close(read, expected[place])
-            assert_close(read, self.everything[place], ULPS_AFTER_MODEL)
+            assert_close(read, self.everything[place], ULPS_OF_A_RECURRENCE)
         for value in values:
             layer = None if value in ROOT_VALUES else self.block_of(value)
             host, name = self.host(value, layer, model)
