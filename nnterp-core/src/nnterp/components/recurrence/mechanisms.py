@@ -331,6 +331,7 @@ class GatedRecurrence(Mechanism):
 
     def read(self, call: Any) -> dict[str, Any]:
         initial, decays = self.initial(call), self.decays(call)
+        call.keeps = initial is not None  # without a cache the module is given none, and the next call drops its own
         anew = torch.isneginf(decays[:, 0])
         without_data = isinstance(anew, FakeTensor)
         if initial is not None:
@@ -362,6 +363,10 @@ class GatedRecurrence(Mechanism):
     def differentiate(self, call: Any, unchanged: dict[str, Any], served: dict[str, Any]) -> None:
         if "decays" in unchanged and served["decays"].requires_grad:
             self.keep_by(call, served["decays"], torch.ones_like(served["decays"], dtype=torch.bool))
+
+    def unpack(self, call: Any, result: Any, final: bool = False) -> tuple[Tensor, Tensor | None]:
+        outputs, state = result
+        return outputs, state if call.keeps else None
 
     def pack(self, call: Any, outputs: Tensor, final: Tensor | None) -> Any:
         return outputs, final

@@ -153,8 +153,9 @@ class GatedRecurrence(RecurrentMixer):
         return value
 
     @FinalState(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
-    def state_output(self, value: Any) -> UnitState:
-        """The state after this call's last token, ``[batch, channels]``, float32, as the module keeps it.
+    def state_output(self, value: Any) -> UnitState | None:
+        """The state after this call's last token, ``[batch, channels]``, float32, as the module keeps it; None where no
+        cache is kept.
 
         A copy. An edit changes what the next step starts from, and not this call's output.
         """
