@@ -10,7 +10,7 @@ from torch import Tensor
 from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable, unavailable
 from nnterp.components.module_sizes import module_int
 from nnterp.components.recurrence.calls import FINAL, INPUTS, OUTPUTS, STATE_AT, STATES, kernel_call
-from nnterp.components.recurrence.linear_attention import Gates
+from nnterp.components.recurrence.linear_attention import Gates, State, States
 from nnterp.components.recurrence.mixer import (
     Coupled,
     FinalState,
@@ -42,10 +42,7 @@ SSDQueries = ScanQK
 SSDKeys = ScanQK
 #: ``[batch, seq, heads, head_dim]``.
 SSDValues = Float[Tensor, "batch seq heads head_dim"]
-#: A recurrent state, the key side first, ``[batch, heads, state_dim, head_dim]``.
-SSDState = Float[Tensor, "batch heads state_dim head_dim"]
-#: One state per token, ``[batch, seq, heads, state_dim, head_dim]``.
-SSDStates = Float[Tensor, "batch seq heads state_dim head_dim"]
+SSDHeadOutputs = SSDValues
 
 NO_STATE_VISITS = (
     "the scan computes the states of all tokens in one step, so there is none to visit: states_at has the state after "
@@ -269,8 +266,18 @@ class StateSpace(RecurrentMixer):
 
     @property
     def state_dim(self) -> int:
-        """Width of one group's queries and keys: the key side of the state."""
+        """Width of one group's queries and keys."""
         return module_int(self, "ssm_state_size")
+
+    @property
+    def key_dim(self) -> int:
+        """The key side of the state: `state_dim`."""
+        return self.state_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The value side of the state: `head_dim`."""
+        return self.head_dim
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -315,8 +322,8 @@ class StateSpace(RecurrentMixer):
         unavailable=lambda mixer: mixer.no_kernel(),
         select="state_input",
     )
-    def state_input(self, value: Any) -> SSDState | None:
-        """The state this call starts from, ``[batch, heads, state_dim, head_dim]``; None on a fresh prompt.
+    def state_input(self, value: Any) -> State | None:
+        """The state this call starts from, ``[batch, heads, key_dim, value_dim]``; None on a fresh prompt.
 
         A copy, the transpose of the cache's. Edit or assign it to start from another, on a fresh prompt as well; raises
         ValueError for another shape.
@@ -328,8 +335,8 @@ class StateSpace(RecurrentMixer):
     @StatesEProperty(
         at_kernel(STATES), "The state after every token", unavailable=lambda mixer: mixer.needs_per_token_chunks()
     )
-    def states(self, value: Tensor) -> SSDStates:
-        """The state after every token of this call, ``[batch, seq, heads, state_dim, head_dim]``. Read-only, a copy.
+    def states(self, value: Tensor) -> States:
+        """The state after every token of this call, ``[batch, seq, heads, key_dim, value_dim]``. Read-only, a copy.
 
         Held where every chunk is one token, ``nnterp.chunk_per_token(model)``, at a cost quadratic in the tokens;
         `states_at` has some of them without.
@@ -337,7 +344,7 @@ class StateSpace(RecurrentMixer):
         return value
 
     def state_after(self, token: int) -> Tensor:
-        """The state after ``token`` of this call, ``[batch, heads, state_dim, head_dim]``: one of `states`.
+        """The state after ``token`` of this call, ``[batch, heads, key_dim, value_dim]``: one of `states`.
 
         Raises IndexError for a token the call does not have, Unavailable for the reason that `states` is.
         """
@@ -362,15 +369,15 @@ class StateSpace(RecurrentMixer):
     )
 
     @EProperty(at_kernel(OUTPUTS), "What the scan gives", unavailable=lambda mixer: mixer.no_kernel())
-    def attention_head_outputs(self, value: Tensor) -> SSDValues:
+    def attention_head_outputs(self, value: Tensor) -> SSDHeadOutputs:
         """``y``, what the queries read and the skip ``D * x``, ``[batch, seq, heads, head_dim]``, before the gated norm
         and the output projection. In-place edits and assignment reach the model.
         """
         return value
 
     @FinalState(at_kernel(FINAL), "The state after this call's last token", unavailable=lambda mixer: mixer.no_kernel())
-    def state_output(self, value: Any) -> SSDState | None:
-        """The state after this call's last token, ``[batch, heads, state_dim, head_dim]``, as the cache receives it;
+    def state_output(self, value: Any) -> State | None:
+        """The state after this call's last token, ``[batch, heads, key_dim, value_dim]``, as the cache receives it;
         None where no cache is kept. A copy: an edit changes what the next step starts from, and not this call's output.
         """
         return value
