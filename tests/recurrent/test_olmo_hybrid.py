@@ -59,6 +59,13 @@ class TestOlmoHybrid(RecurrentSuite):
         },
     }
 
+    def prepare(self, model):
+        """States that are kept for some tokens."""
+        super().prepare(model)
+        for block in model.model.layers:
+            if hasattr(block, "linear_attn"):
+                block.linear_attn.A_log.data = torch.linspace(-3, -1, 4)
+
     # -- two classes of blocks ----------------------------------------------------------------------------------------
 
     def kind(self, host, layer):
