@@ -6,10 +6,10 @@ from transformers.models.mamba import modeling_mamba as modeling
 from nnterp import components
 
 RENAME = {
+    "norm": "input_layernorm",
     "backbone.embeddings": "embed_tokens",
     "backbone.layers": "layers",
     "backbone.norm_f": "norm",
-    "norm": "input_layernorm",
     "mixer": "linear_attn",
 }
 
