@@ -60,11 +60,12 @@ class TestOlmoHybrid(RecurrentSuite):
     }
 
     def prepare(self, model):
-        """States that are kept for some tokens."""
+        """States that are kept for some tokens, and not for all."""
         super().prepare(model)
         for block in model.model.layers:
             if hasattr(block, "linear_attn"):
-                block.linear_attn.A_log.data = torch.linspace(-3, -1, 4)
+                block.linear_attn.A_log.data = torch.linspace(-2, -1, 4)
+                block.linear_attn.dt_bias.data = torch.linspace(1, 2, 4)
 
     # -- two classes of blocks ----------------------------------------------------------------------------------------
 
