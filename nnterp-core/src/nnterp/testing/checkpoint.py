@@ -80,7 +80,9 @@ def save(config: Any, directory: Path, prepare: Callable[[Any], None] | None = N
 
     ``prepare`` is called with the model before it is saved.
     """
-    model = randomized(auto_class(config).from_config(config))
+    with torch.random.fork_rng(devices=[]):  # what `randomized` leaves as transformers initialized it is fixed too
+        torch.manual_seed(0)
+        model = randomized(auto_class(config).from_config(config))
     if prepare is not None:
         prepare(model)
     model.save_pretrained(directory)
