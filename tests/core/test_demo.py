@@ -314,6 +314,17 @@ def test_a_checkpoint_that_is_not_there(capsys, tmp_path):
     assert "cannot load" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option", [("--device", "nowhere"), ("--dtype", "float33"), ("--dtype", "int8"), ("--dtype", "nn")]
+)
+def test_a_device_or_dtype_that_is_none(option, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo", "smollm2", "--no-html", *option])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert option[0] in error and option[1] in error
+
+
 def test_a_checkpoint_without_a_tokenizer(small_checkpoint, capsys, tmp_path):
     for file in small_checkpoint.iterdir():
         if "token" not in file.name:

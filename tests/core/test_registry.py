@@ -140,6 +140,16 @@ def test_a_family_without_its_two_maps_is_refused():
         StandardizedTransformer(llama_module(), family=SimpleNamespace(ENVOYS={}))
 
 
+def test_a_family_that_names_no_blocks_or_serves_none():
+    nameless = StandardizedTransformer(llama_module(), family=variant(llama, RENAME={"model.norm": "norm"}))
+    with pytest.raises(AttributeError, match="has no 'layers': the family's RENAME"):
+        nameless.support()
+    served = {kind: envoy for kind, envoy in llama.ENVOYS.items() if envoy is not llama.Layer}
+    plain = StandardizedTransformer(llama_module(), family=variant(llama, ENVOYS=served))
+    with pytest.raises(TypeError, match=r"layers.0 \(LlamaDecoderLayer\) carries no values: the family's ENVOYS"):
+        plain.support()
+
+
 def test_a_family_is_its_two_maps(gpt2_module):
     model = StandardizedTransformer(gpt2_module, family=SimpleNamespace(RENAME=gpt2.RENAME, ENVOYS=gpt2.ENVOYS))
     with model.trace(IDS):

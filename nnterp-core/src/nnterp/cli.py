@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -19,14 +20,17 @@ CHECKPOINT = "a directory, a hub id, or a name this command prepares itself: smo
 def parser() -> argparse.ArgumentParser:
     """The argument parser of the ``nnterp`` command."""
     root = argparse.ArgumentParser(prog="nnterp", description=DESCRIPTION)
+    root.add_argument("--version", action="version", version=f"nnterp-core {importlib.metadata.version('nnterp-core')}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="look inside a checkpoint: tables here, plots in one HTML page")
     demo.add_argument("checkpoints", nargs="*", default=["smollm2"], metavar="CHECKPOINT", help=CHECKPOINT)
     demo.add_argument("--html", type=Path, default=Path("nnterp-demo.html"), help="where the page goes (%(default)s)")
     demo.add_argument("--no-html", dest="html", action="store_const", const=None, help="write no page")
-    demo.add_argument("--device", help="where to run, such as cuda or cpu")
-    demo.add_argument("--dtype", help="the weights' dtype, such as bfloat16; the checkpoint's own by default")
+    demo.add_argument("--device", type=device, help="where to run, such as cuda or cpu")
+    demo.add_argument(
+        "--dtype", type=dtype, help="the weights' dtype, such as bfloat16; the checkpoint's own by default"
+    )
 
     support = commands.add_parser("support", help="which values a checkpoint has; loads no weights")
     support.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
@@ -35,6 +39,27 @@ def parser() -> argparse.ArgumentParser:
 
     commands.add_parser("families", help="the installed plugins and the model types they serve")
     return root
+
+
+def device(text: str) -> str:
+    """``text`` where torch can put a tensor there; argparse prints the reason where it cannot."""
+    import torch
+
+    try:
+        torch.empty(1, device=text)
+    except (RuntimeError, AssertionError) as error:  # the second from a torch that was built without that backend
+        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from error
+    return text
+
+
+def dtype(text: str) -> str:
+    """``text`` where it names a floating-point dtype of torch."""
+    import torch
+
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r} is no floating-point dtype of torch, such as float32 or bfloat16")
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,14 @@ class Standardized(Standard):
     ROLE = "model"
     family: Any
 
+    def _unknown(self, name: str) -> str:
+        if name == "layers":
+            return (
+                f"{self.path} ({type(self._module).__name__}) has no 'layers': the family's RENAME has to say which "
+                f"module holds the blocks"
+            )
+        return Standard._unknown(self, name)
+
     # -- sizes ------------------------------------------------------------------------------------------------------
 
     @StandardizedProperty

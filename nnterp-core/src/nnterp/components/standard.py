@@ -350,8 +350,17 @@ def block_support(block: Standard) -> dict[str, str | None]:
 
 
 def every_row(blocks: Iterable[Standard]) -> list[dict[str, str | None]]:
-    """`block_support` of each block with the same rows in each: what some block has and another lacks says so there."""
+    """`block_support` of each block with the same rows in each: what some block has and another lacks says so there.
+
+    TypeError where a block is no `Standard`.
+    """
     blocks = list(blocks)
+    for block in blocks:
+        if not isinstance(block, Standard):
+            raise TypeError(
+                f"{block.path} ({type(block._module).__name__}) carries no values: the family's ENVOYS have no entry "
+                f"for its type"
+            )
     rows = [block_support(block) for block in blocks]
     names = list(dict.fromkeys(name for row in rows for name in row))
     for block, row in zip(blocks, rows, strict=True):

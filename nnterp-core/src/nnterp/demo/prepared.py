@@ -30,7 +30,7 @@ PREPARED = {
     ),
     "toy-gpt2": Prepared(
         toy.toy_gpt2,
-        "A very small GPT-2 that this machine trained for a minute on made-up sentences and repeated random words: the "
+        "A very small GPT-2 that this machine trained on made-up sentences and repeated random words: the "
         "same script on another architecture, not what a real language model knows.",
     ),
 }

@@ -237,9 +237,16 @@ class Facts:
         return ".".join((blocks, index, *rest))
 
     def module(self, path: str, bare: Any = None) -> nn.Module:
-        """The module of a standard path in `bare`, or in another copy."""
+        """The module of a standard path in `bare`, or in another copy; AttributeError where it has none there."""
         bare = self.bare if bare is None else bare
-        return bare.get_submodule(self.native(path)) if path else bare
+        if not path:
+            return bare
+        try:
+            return bare.get_submodule(self.native(path))
+        except AttributeError as error:
+            raise AttributeError(
+                f"{path} is not at {self.native(path)!r} in the bare model ({error}): state in NATIVE where it is"
+            ) from error
 
     @classmethod
     def roles(cls) -> dict[str, str]:
