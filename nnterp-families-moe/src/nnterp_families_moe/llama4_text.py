@@ -46,7 +46,7 @@ class Router(components.Router):
     }
 
 
-class DistinctExperts(components.TokenEProperty):
+class DistinctExperts(components.ExpertChoice):
     """Experts of which a token can take each once."""
 
     def check(self, obj: Any, value: Any, replaced: Any) -> None:

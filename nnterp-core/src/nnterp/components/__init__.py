@@ -34,6 +34,7 @@ from nnterp.components.mlp import Mlp
 from nnterp.components.moe import (
     BiasedMoe,
     BiasedRouter,
+    ExpertChoice,
     ExpertIndices,
     ExpertLoad,
     ExpertOutputs,
@@ -96,6 +97,7 @@ __all__ = [
     "DerivedEProperty",
     "EProperty",
     "EffectiveAttention",
+    "ExpertChoice",
     "ExpertIndices",
     "ExpertLoad",
     "ExpertOutputs",

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nnterp.components import experts_interface
 from nnterp.components.eproperty import DerivedEProperty, unavailable
@@ -49,6 +50,25 @@ class BiasedRouter(Router):
     """A router whose bias takes part in choosing the experts and not in weighting them (DeepSeek-V3 and its kin)."""
 
     TAPS = {**Router.TAPS, "choice_scores": assigned("scores_for_choice", 0)}
+
+
+class ExpertChoice(TokenEProperty):
+    """Which experts tokens are routed to. An assignment of one that the host has not is refused.
+
+    The experts do not look: some implementations return memory that nothing was written to, others another expert.
+    """
+
+    def check(self, obj: Any, value: Any, replaced: Any) -> None:
+        super().check(obj, value, replaced)
+        if isinstance(value, FakeTensor):
+            return
+        wrong = value[(value < 0) | (value >= obj.num_experts)]
+        if wrong.numel():
+            raise ValueError(_no_such_expert(obj, wrong[0].item()))
+
+
+def _no_such_expert(host: Any, expert: Any) -> str:
+    return f"{host.path} has experts 0 to {host.num_experts - 1}; there is no expert {expert!r}"
 
 
 def _expert_load(moe: "Moe") -> ExpertLoad:
@@ -163,7 +183,7 @@ class Moe(Mlp):
         """
         return value
 
-    @TokenEProperty(
+    @ExpertChoice(
         "experts.inputs",
         "The expert of each routing slot",
         unavailable=lambda moe: moe.no_mixture(),
@@ -172,7 +192,8 @@ class Moe(Mlp):
     def expert_indices(self, value: Tensor) -> ExpertIndices:
         """The expert of each slot, ``[batch, seq, top_k]``, int64.
 
-        Write another to reroute the slot; it keeps the weight that the router gave the expert it chose.
+        Write another to reroute the slot; it keeps the weight that the router gave the expert it chose. Assigning an
+        expert there is not raises ValueError; one written in place is not looked at.
         """
         return value
 
@@ -212,7 +233,7 @@ class Moe(Mlp):
 
     def _expert(self, expert: int) -> int:
         if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.num_experts:
-            raise ValueError(f"{self.path} has experts 0 to {self.num_experts - 1}; there is no expert {expert!r}")
+            raise ValueError(_no_such_expert(self, expert))
         return expert
 
     def expert_output(self, expert: int, hidden: Tensor) -> Tensor:
@@ -262,12 +283,7 @@ class Moe(Mlp):
             raise ValueError(
                 f"route_to on {self.path}: {value.shape[0]} {what} for {current.shape[-1]} slots a token (top_k)"
             )
-        value = value.expand(current.shape).contiguous() if value.dim() < 2 else value
-        if what == "indices":
-            wrong = value[(value < 0) | (value >= self.num_experts)]
-            if wrong.numel():
-                self._expert(int(wrong.flatten()[0]))
-        return value
+        return value.expand(current.shape).contiguous() if value.dim() < 2 else value
 
     def ban_experts(self, experts: list[int] | int) -> None:
         """Keep this call's tokens away from ``experts``, inside a trace before the router scores.

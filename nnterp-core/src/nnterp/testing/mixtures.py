@@ -221,6 +221,8 @@ class MixtureReading(MixtureFacts):
             (lambda: moe.route_to([0.5] * top_k), "whole numbers"),
             (lambda: moe.route_to(torch.full(shape, experts)), "no expert"),
             (lambda: moe.route_to(torch.zeros(shape)), "int64"),
+            (lambda: setattr(moe, "expert_indices", torch.full(shape, experts)), "no expert"),
+            (lambda: setattr(moe, "expert_indices", torch.full(shape, -1)), "no expert"),
             (lambda: moe.ban_experts(experts), "no expert"),
             (lambda: moe.ban_experts([0, -1]), "no expert"),
             (lambda: moe.ban_experts(list(range(experts - top_k + 1))), "top_k"),
