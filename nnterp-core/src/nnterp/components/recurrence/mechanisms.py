@@ -356,8 +356,8 @@ class GatedRecurrence(Mechanism):
     def keep_by(self, call: Any, decays: Tensor, same: Tensor) -> None:
         """Have the kernel keep ``exp(decays)`` of the state; its own gate to the bit where they are the ``same``."""
         gate, reset = call.arguments["recurrent_gate"], call.arguments["reset"]
-        kept = decays.exp().to(gate.dtype)
-        own = gate.masked_fill(reset, 0).detach() + (kept - kept.detach())
+        kept = decays.exp()  # float32, which the kernel accumulates in: an edit is not rounded to the gate's dtype
+        own = gate.masked_fill(reset, 0).detach().float() + (kept - kept.detach())
         call.arguments.update(recurrent_gate=torch.where(same, own, kept), reset=torch.zeros_like(reset))
 
     def differentiate(self, call: Any, unchanged: dict[str, Any], served: dict[str, Any]) -> None:
