@@ -109,6 +109,8 @@ def test_a_token_past_the_prompt(model):
             mixer.states_at([0, token])  # here
     with mistake(TypeError, "number"), model.trace(IDS):
         mixer.states_at(["last"])  # here
+    with mistake(TypeError, "states_at", r"\[2\] for one"), model.trace(IDS):
+        mixer.states_at(2)  # here
     with mistake(ValueError, "no token"), model.trace(IDS):
         mixer.states_at([])  # here
     with mistake(IndexError, "tokens 0 to 0"), model.generate(IDS, max_new_tokens=3) as tracer:
@@ -136,6 +138,12 @@ def test_a_state_asked_for_too_late(model):
     with mistake(OutOfOrderError, "states_at"), model.trace(IDS):
         model.layers[0].layer_output.save()
         mixer.states_at([0])  # here
+    with mistake(OutOfOrderError, "states_at", "past token 0"), model.trace(IDS):
+        mixer.attention_head_outputs.save()
+        mixer.states_at([0])  # here
+    with mistake(OutOfOrderError, "effective_attention of", "run past it"), model.trace(IDS):
+        mixer.states_at([0])
+        mixer.effective_attention.save()  # here
     with mistake(OutOfOrderError, "attention_keys"), model.trace(IDS):
         mixer.attention_head_outputs.save()
         mixer.attention_keys.save()  # here

@@ -49,7 +49,7 @@ class StateInput(EProperty):
 
     def __set__(self, obj: Any, value: Any) -> None:
         location = self._in_this_run(obj)
-        raw = Mediator.value(location)
+        raw = obj._inputs(self.name)
         if raw["state_input"] is not None:
             return super().__set__(obj, value)
         fresh = obj.fresh_state(raw["values"])
@@ -166,6 +166,15 @@ class RecurrentMixer(Standard):
             host = getattr(host, name)
         return host
 
+    def _inputs(self, what: str) -> Any:
+        """What the kernel computes from, waited for where the model has not come to it."""
+        location = f"{self._host().path}.{INPUTS}"
+        try:
+            return Mediator.value(location)
+        except OutOfOrderError as error:  # the same one, by which nnsight knows the end of a loop over steps
+            error.args = (missed(f"{what} of {self.path}", location),)
+            raise
+
     def _entered(self, what: str) -> KernelCall:
         """The kernel call under way, waited for where the model has not come to it, or not to the step asked for."""
         worker = getattr(getcurrent(), "mediator", None)
@@ -176,12 +185,7 @@ class RecurrentMixer(Standard):
             )
         call, step = self._module_call(), worker().iteration
         if call is None or (step is not None and call.index(worker()) < step):
-            location = f"{self._host().path}.{INPUTS}"
-            try:
-                Mediator.value(location)
-            except OutOfOrderError as error:  # the same one, by which nnsight knows the end of a loop over steps
-                error.args = (missed(f"{what} of {self.path}", location),)
-                raise
+            self._inputs(what)
             call = self._module_call()
         if call is None:
             raise OutOfOrderError(f"{what} of {self.path} was asked for after its kernel had run in this call")
@@ -217,6 +221,8 @@ class RecurrentMixer(Standard):
         reason = self.needs_pieces()
         if reason is not None:
             raise Unavailable(f"states_at of {self.path} ({type(self._module).__name__}) is unavailable: {reason}")
+        if isinstance(tokens, int):
+            raise TypeError(f"states_at of {self.path} takes a list of tokens' numbers: [{tokens!r}] for one")
         call = self._entered("states_at")
         wanted = [self._token("states_at", call, token) for token in tokens]
         found = {token: self._read("states_at", call, token) for token in sorted(set(wanted))}
@@ -234,7 +240,17 @@ class RecurrentMixer(Standard):
             batcher, mediator = self.interleaver.batcher, getcurrent().mediator()
             state = call.mechanism.served_state(call.kept[token])
             return (state if batcher is None else batcher.narrow(state, mediator.batch_group)).clone()
-        return Mediator.value(self._state_location(what, call, token))
+        return self._served_state(what, self._state_location(what, call, token), token)
+
+    def _served_state(self, what: str, location: str, token: int) -> Tensor:
+        try:
+            return Mediator.value(location)
+        except OutOfOrderError as error:
+            error.args = (
+                f"{what} of {self.path} was asked for when the kernel had run past token {token}: ask before what "
+                f"comes out of the kernel, or in an invoke of its own",
+            )
+            raise
 
     def state_after(self, token: int) -> Tensor:
         """The state after ``token`` of this call, as the mixer's `state` is laid out; tokens count from its first.
@@ -255,8 +271,10 @@ class RecurrentMixer(Standard):
         """
         self._need_states("set_state_after")
         call = self._entered("set_state_after")
-        location = self._state_location("set_state_after", call, self._token("set_state_after", call, token))
-        type(self).values()["state"].check(self, value, Mediator.value(location))
+        token = self._token("set_state_after", call, token)
+        location = self._state_location("set_state_after", call, token)
+        replaced = self._served_state("set_state_after", location, token)
+        type(self).values()["state"].check(self, value, replaced)
         Mediator.swap(location, value)
 
     def _need_states(self, what: str) -> None:
@@ -272,7 +290,7 @@ def effective_attention(mixer: RecurrentMixer) -> EffectiveAttention:
     of this call's own tokens: `attention_head_outputs`, less what comes of `state_input` and of a skip connection.
     Computed when it is read, from the values as they are then.
     """
-    raw = Mediator.value(f"{mixer._host().path}.{INPUTS}")
+    raw = mixer._inputs("effective_attention")
     mixer.settle(raw)
     call = mixer._module_call()
     return call.mechanism.effective_attention(call, raw)

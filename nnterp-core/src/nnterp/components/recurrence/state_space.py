@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from nnsight.intervention.interleaver import Mediator
 from torch import Tensor
 
 from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable, unavailable
@@ -56,14 +55,14 @@ NO_STATE_WRITES = (
 
 def _betas(mixer: "SelectiveScan") -> ScanSteps:
     """The step size, ``softplus(dt + bias)``, ``[batch, seq, channels]``: how strongly each token writes. Read-only."""
-    return Mediator.value(f"{mixer._host().path}.{INPUTS}")["betas"].clone()
+    return mixer._inputs("betas")["betas"].clone()
 
 
 def _decays(mixer: "SelectiveScan") -> ScanDecays:
     """The log of how much of the state each token keeps, ``A * betas``, ``[batch, seq, channels, state_dim]``, float32.
     Read-only.
     """
-    betas = Mediator.value(f"{mixer._host().path}.{INPUTS}")["betas"]
+    betas = mixer._inputs("decays")["betas"]
     call = mixer._module_call()
     return call.mechanism.decays(call, betas)
 
@@ -157,7 +156,7 @@ class SelectiveScan(RecurrentMixer):
         _decays,
         "The log of how much of the state each token keeps",
         unavailable=lambda mixer: mixer.no_kernel(),
-        instead="set_state_after",
+        instead="a state, with set_state_after(token, value)",
     )
 
     @StateInput(
