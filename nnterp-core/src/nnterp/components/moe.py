@@ -232,7 +232,9 @@ class Moe(Mlp):
     # -- experts ----------------------------------------------------------------------------------------------------
 
     def _expert(self, expert: int) -> int:
-        if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.num_experts:
+        if isinstance(expert, bool) or not isinstance(expert, int):
+            raise ValueError(f"{_no_such_expert(self, expert)}: give its number, an int")
+        if not 0 <= expert < self.num_experts:
             raise ValueError(_no_such_expert(self, expert))
         return expert
 

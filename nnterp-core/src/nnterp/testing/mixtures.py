@@ -213,6 +213,8 @@ class MixtureReading(MixtureFacts):
         for wrong in (experts, -1, True, 1.0):
             with pytest.raises(ValueError, match="no expert"):
                 moe.expert_output(wrong, hidden)
+        with pytest.raises(ValueError, match="an int"):
+            moe.expert_output(torch.tensor(0), hidden)
         shape = (*self.ids.shape, top_k)
         refused = [
             (lambda: moe.route_to(experts), "no expert"),
