@@ -131,7 +131,8 @@ def test_the_mixtures(fresh):
     assert len(types) >= 12
     served = environment.report(SERVED.format(types=types))
     assert served == {name: [f"nnterp_families_moe.{name}", True] for name in types}
-    config = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {**SMALL, **heads, "intermediate_size": 48, "num_local_experts": 4}
     ran = environment.report(RUN_ONE.format(model_type="mixtral", config=config, value="mlp.router_logits"))
     assert ran == [[1, 5, 4], True]
 
