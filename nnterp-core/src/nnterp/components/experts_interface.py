@@ -9,9 +9,12 @@ one by one and never holds them.
 import ast
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from nnsight.intervention.source import STATE
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from nnterp.components import runs
@@ -58,13 +61,47 @@ def reason(experts: nn.Module) -> str | None:
     return None
 
 
+@cache
+def serving_call(function: Callable) -> Callable:
+    """An experts function, or its copy that serves where it has one, that refuses experts there are not."""
+    copy = slots_copy(function)
+    run = function if isinstance(copy, str) else copy
+
+    def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        for indices in (*args, *kwargs.values()):
+            if not indices.is_floating_point():
+                refuse_unknown(module, indices)
+        return run(module, *args, **kwargs)
+
+    return experts_forward
+
+
+def spread() -> bool:
+    """Whether several processes run the model together."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def refuse_unknown(experts: nn.Module, indices: Tensor) -> None:
+    """Raise ValueError for an expert there is not among ``indices``, where a trace has written to them in place.
+
+    The functions do not look: grouped_mm returns memory that nothing was written to for it, batched_mm another expert.
+    On a model whose experts are spread over processes one past the last is another process's.
+    """
+    if not indices._version or isinstance(indices, FakeTensor) or spread():
+        return
+    wrong = indices[(indices < 0) | (indices >= experts.num_experts)]
+    if wrong.numel():
+        raise ValueError(
+            f"expert_indices of {experts.__dict__[STATE].active()[1]} were edited in place: there are experts 0 to "
+            f"{experts.num_experts - 1}, and no expert {wrong[0].item()}"
+        )
+
+
 def serving_lookup(plain: Callable) -> Callable:
-    """transformers' look-up of an experts function, answering with its copy that serves, where it has one."""
+    """transformers' look-up of an experts function, answering with the same function, serving."""
 
     def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable:
-        function = plain(self, *args, **kwargs)
-        copy = slots_copy(function)
-        return function if isinstance(copy, str) else copy
+        return serving_call(plain(self, *args, **kwargs))
 
     return get_interface
 
@@ -74,6 +111,12 @@ def serve_lookups() -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     runs.during_runs(ExpertsInterface, "get_interface", serving_lookup)
+
+
+def gated_expert(tokens: Tensor, gate_up: Tensor, down: Tensor, activation: Callable) -> Tensor:
+    """One expert on ``[tokens, hidden_size]``: ``down(activation(gate(x)) * up(x))``, gate and up in one matrix."""
+    gate, up = F.linear(tokens, gate_up).chunk(2, dim=-1)
+    return F.linear(activation(gate) * up, down)
 
 
 def one_expert(experts: nn.Module, expert: int, tokens: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +180,7 @@ class MixtureReading(MixtureFacts):
                         logits = model.logits.save()
                     assert_close(logits, self.loop({part: edit}).output.logits, ULPS_AFTER_MODEL)
             self.check_route_to(model)
+            self.check_in_place_index(model, "no expert")
             with model.trace(self.ids):
                 logits = model.logits.save()
             assert_close(logits, clean, ULPS_AFTER_MODEL)
@@ -203,6 +205,13 @@ class MixtureReading(MixtureFacts):
                     logits = self.model.logits.save()
                 assert_same(read, recorded["x"])
                 assert_close(logits, edited, ULPS_AFTER_MODEL)
+
+    def check_in_place_index(self, model: Any, words: str | None = None) -> None:
+        """An expert there is not, written in place, is refused where the experts run, whatever runs them."""
+        moe = model.layers[self.EDITED].mlp
+        for wrong in (moe.num_experts, -1):
+            with pytest.raises((ValueError, IndexError, RuntimeError), match=words), model.trace(self.ids):
+                moe.expert_indices[:, -1] = wrong
 
     # -- bad input ----------------------------------------------------------------------------------------------------
 
@@ -238,6 +247,7 @@ class MixtureReading(MixtureFacts):
         for act, words in refused:
             with pytest.raises(ValueError, match=words), self.model.trace(self.ids):
                 act()
+        self.check_in_place_index(self.model)
         for layer in self.layers_of("mlp.mlp_output", self.DENSE):
             dense = self.model.layers[layer].mlp
             with pytest.raises(AttributeError, match="route_to"), self.model.trace(self.ids):
