@@ -38,30 +38,9 @@ class Layer(components.Layer):
         """Residual streams of a token."""
         return self._module.attn_hc.hc_mult
 
-    @EProperty("input", description="The residual streams entering the block")
-    def layer_input(self, value: Tensor) -> Streams:
-        """The residual streams entering this block, ``[batch, seq, streams, hidden_size]``.
-
-        In-place edits and assignment reach the model.
-        """
-        return value
-
-    @EProperty("layer_mid", description="The residual streams between attention and MLP")
-    def layer_mid(self, value: Tensor) -> Streams:
-        """The residual streams between the two sublayers, ``[batch, seq, streams, hidden_size]``.
-
-        An edit, in place or assigned, changes the streams: what is collapsed for the MLP, and what its output is added
-        to.
-        """
-        return value
-
-    @EProperty("output", description="The residual streams leaving the block")
-    def layer_output(self, value: Tensor) -> Streams:
-        """The residual streams leaving this block, ``[batch, seq, streams, hidden_size]``.
-
-        In-place edits and assignment reach the model.
-        """
-        return value
+    layer_input = components.Layer.layer_input.at(layout=Streams)
+    layer_mid = components.Layer.layer_mid.at(layout=Streams)
+    layer_output = components.Layer.layer_output.at(layout=Streams)
 
     @EProperty("attn_hc.output", description="How much of attention_output each stream gets", select=0)
     def attention_post(self, value: Tensor) -> StreamWeights:
@@ -148,16 +127,6 @@ class Moe(components.BiasedMoe):
         return HASHED if self._module.is_hash else None
 
     choice_scores = components.BiasedMoe.choice_scores.at("router.choice_scores", unavailable=lambda moe: moe.hashed())
-
-    def ban_experts(self, experts: list[int] | int) -> None:
-        """As on any mixture with a bias. Raises ValueError where the token's id chooses the experts."""
-        self._banned(experts)
-        if self.hashed():
-            raise ValueError(
-                f"ban_experts on {self.path}: {HASHED}; zero expert_weights where expert_indices is theirs, or route "
-                f"their tokens elsewhere with route_to"
-            )
-        super().ban_experts(experts)
 
 
 ENVOYS = {

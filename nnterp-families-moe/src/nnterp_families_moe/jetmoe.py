@@ -7,7 +7,6 @@ tokens grouped by expert, so its choice is served where it is made, before it gr
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.models.jetmoe import modeling_jetmoe as modeling
 
 from nnterp import components
@@ -87,8 +86,8 @@ class Moe(components.Moe):
         return self._module.hidden_size
 
     def _one_expert(self, experts: Any, expert: int, tokens: Tensor) -> Tensor:
-        gate, up = F.linear(tokens, experts.input_linear.weight[expert]).chunk(2, dim=-1)
-        return F.linear(experts.activation(gate) * up, experts.output_linear.weight[expert])
+        entering, leaving = experts.input_linear.weight[expert], experts.output_linear.weight[expert]
+        return components.gated_expert(tokens, entering, leaving, experts.activation)
 
 
 ENVOYS = {

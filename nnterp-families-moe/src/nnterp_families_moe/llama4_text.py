@@ -105,8 +105,9 @@ class Moe(components.Moe):
         return super().expert_output(expert, hidden)
 
     def _one_expert(self, experts: Any, expert: int, tokens: Tensor) -> Tensor:
-        gate, up = (tokens @ experts.gate_up_proj[expert]).chunk(2, dim=-1)
-        return (up * experts.act_fn(gate)) @ experts.down_proj[expert]
+        return components.gated_expert(
+            tokens, experts.gate_up_proj[expert].T, experts.down_proj[expert].T, experts.act_fn
+        )
 
 
 ENVOYS = {

@@ -97,8 +97,7 @@ class Moe(components.BiasedMoe):
     def _one_expert(self, experts: Any, expert: int, tokens: Tensor) -> Tensor:
         if expert >= experts.num_routed_experts:
             return tokens.clone()
-        gate, up = modeling.F.linear(tokens, experts.gate_up_proj[expert]).chunk(2, dim=-1)
-        return modeling.F.linear(experts.act_fn(gate) * up, experts.down_proj[expert])
+        return components.gated_expert(tokens, experts.gate_up_proj[expert], experts.down_proj[expert], experts.act_fn)
 
 
 ENVOYS = {

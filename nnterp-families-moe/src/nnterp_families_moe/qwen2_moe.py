@@ -25,11 +25,8 @@ class Mlp(components.Mlp):
     """A dense block's gated feed-forward."""
 
 
-class Moe(components.Moe):
-    """Qwen2-MoE's mixture: a sigmoid gate of its own scales what the shared expert adds."""
-
-    TAPS = {**components.Moe.TAPS, "shared_expert_output": components.assigned("shared_expert_output", -1)}
-    shared_expert_output = components.Moe.shared_expert_output.at("shared_expert_output")
+class Moe(components.GatedSharedMoe):
+    """Qwen2-MoE's mixture, whose gate is a sigmoid."""
 
 
 ENVOYS = {

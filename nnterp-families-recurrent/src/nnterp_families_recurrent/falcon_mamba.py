@@ -7,18 +7,13 @@ differ from what they are in a prompt alone, in the model as in its values.
 from transformers.models.falcon_mamba import modeling_falcon_mamba as modeling
 
 from nnterp import components
-from nnterp_families_recurrent.mamba import ONE_SUBLAYER, RENAME, project_on_vocab
+from nnterp_families_recurrent.mamba import RENAME, project_on_vocab
 
 __all__ = ["ENVOYS", "RENAME", "Layer", "SelectiveScan", "project_on_vocab"]
 
 
-class Layer(components.Layer):
-    """Falcon-Mamba's block: ``layer_input + attention_output``."""
-
-    TAPS = {}
-    layer_mid = components.unavailable(ONE_SUBLAYER)
-    mlp_norm_output = components.unavailable(ONE_SUBLAYER)
-    mlp_input = components.unavailable(ONE_SUBLAYER)
+class Layer(components.MixerLayer):
+    """Falcon-Mamba's block."""
 
 
 class SelectiveScan(components.SelectiveScan):

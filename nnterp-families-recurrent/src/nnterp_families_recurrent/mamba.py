@@ -13,16 +13,9 @@ RENAME = {
     "mixer": "linear_attn",
 }
 
-ONE_SUBLAYER = "the block is one mixer on the stream, with no feed-forward behind it"
 
-
-class Layer(components.Layer):
-    """Mamba's block: ``layer_input + attention_output``."""
-
-    TAPS = {}
-    layer_mid = components.unavailable(ONE_SUBLAYER)
-    mlp_norm_output = components.unavailable(ONE_SUBLAYER)
-    mlp_input = components.unavailable(ONE_SUBLAYER)
+class Layer(components.MixerLayer):
+    """Mamba's block."""
 
 
 class SelectiveScan(components.SelectiveScan):

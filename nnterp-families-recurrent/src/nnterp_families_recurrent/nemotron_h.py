@@ -72,21 +72,13 @@ class Moe(components.BiasedMoe):
     linear layer, ``fc2_latent_proj``, makes `routed_output` of their sum.
     """
 
+    expert_outputs = components.Moe.expert_outputs.at(layout=LatentOutputs)
     routed_output = components.Moe.routed_output.at("fc2_latent_proj.output")
 
     @property
     def latent_size(self) -> int:
         """Width of what an expert takes and gives: ``hidden_size`` unless the config has a ``moe_latent_size``."""
         return self._module.experts.up_proj.shape[-1]
-
-    @components.TokenEProperty(
-        "experts.expert_outputs",
-        "Each slot's weighted expert output, before the slots are summed",
-        unavailable=lambda moe: moe.needs_slots(),
-    )
-    def expert_outputs(self, value: Tensor) -> LatentOutputs:
-        """Each slot's expert output times its weight, ``[batch, seq, top_k, latent_size]``, as on any mixture."""
-        return value
 
     def _one_expert(self, experts: Any, expert: int, tokens: Tensor) -> Tensor:
         entering, leaving = self._module.fc1_latent_proj, self._module.fc2_latent_proj

@@ -1,8 +1,9 @@
 """The components: the envoys of a decoder block, their values, and the layouts of those values."""
 
 from nnterp.components.attention import NOT_ON_INTERFACE, Attention, eager_function, implementation_of
-from nnterp.components.eproperty import DerivedEProperty, EProperty, Flattened, Unavailable, unavailable
-from nnterp.components.layer import PARALLEL, POST_NORM, Layer, ParallelLayer, mid_at
+from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable, unavailable
+from nnterp.components.experts_interface import gated_expert
+from nnterp.components.layer import PARALLEL, POST_NORM, Layer, MixerLayer, ParallelLayer, mid_at
 from nnterp.components.layouts import (
     BATCH,
     HEAD_DIM,
@@ -39,24 +40,17 @@ from nnterp.components.moe import (
     ExpertLoad,
     ExpertOutputs,
     ExpertWeights,
+    GatedSharedMoe,
     Moe,
     Router,
     RouterLogits,
 )
-from nnterp.components.recurrence.linear_attention import (
+from nnterp.components.recurrence.layouts import (
     ChannelGates,
-    ChannelLinearAttention,
+    EffectiveAttention,
     Gates,
-    LinearAttention,
     LinearQK,
     LinearV,
-    State,
-    States,
-)
-from nnterp.components.recurrence.mixer import EffectiveAttention, RecurrentMixer
-from nnterp.components.recurrence.rg_lru import GatedRecurrence, GatedUnit, UnitState, UnitStates, UnitValues
-from nnterp.components.recurrence.routing import chunk_per_token, route_delta_rule, route_kernels
-from nnterp.components.recurrence.state_space import (
     ScanAttention,
     ScanDecays,
     ScanQK,
@@ -64,13 +58,21 @@ from nnterp.components.recurrence.state_space import (
     ScanStates,
     ScanSteps,
     ScanValues,
-    SelectiveScan,
     SSDHeadOutputs,
     SSDKeys,
     SSDQueries,
     SSDValues,
-    StateSpace,
+    State,
+    States,
+    UnitState,
+    UnitStates,
+    UnitValues,
 )
+from nnterp.components.recurrence.linear_attention import ChannelLinearAttention, LinearAttention
+from nnterp.components.recurrence.mixer import RecurrentMixer
+from nnterp.components.recurrence.rg_lru import GatedRecurrence, GatedUnit
+from nnterp.components.recurrence.routing import chunk_per_token, route_delta_rule, route_kernels
+from nnterp.components.recurrence.state_space import SelectiveScan, StateSpace
 from nnterp.components.rewrites import out_of_place, recomputed
 from nnterp.components.standard import Blocks, Standard, axis_size, blocks_support, standard_children
 from nnterp.components.taps import (
@@ -84,7 +86,7 @@ from nnterp.components.taps import (
     sum_of,
     unflattened,
 )
-from nnterp.components.tokens import TokenEProperty
+from nnterp.components.tokens import Flattened, TokenEProperty
 
 __all__ = [
     "Attention",
@@ -106,6 +108,7 @@ __all__ = [
     "FlatResidual",
     "Flattened",
     "GatedRecurrence",
+    "GatedSharedMoe",
     "GatedUnit",
     "Gates",
     "HEADS",
@@ -120,6 +123,7 @@ __all__ = [
     "LinearAttention",
     "LinearQK",
     "LinearV",
+    "MixerLayer",
     "Mlp",
     "Moe",
     "NOT_ON_INTERFACE",
@@ -172,6 +176,7 @@ __all__ = [
     "chunk_per_token",
     "each",
     "eager_function",
+    "gated_expert",
     "implementation_of",
     "mid_at",
     "out_of_place",

@@ -5,6 +5,7 @@ output, a sibling norm's, an argument of a call inside the forward. `EProperty` 
 value is not there (`Unavailable`), and checks an assignment against what it replaces at the line that makes it.
 """
 
+import sys
 import typing
 from collections.abc import Callable
 from copy import copy
@@ -19,7 +20,7 @@ from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from nnsight.intervention.source import SourceNotAvailable
 
 from nnterp.components.gradients import ROWS_OF_A_BATCH, gradient_in_base
-from nnterp.components.layouts import name_of
+from nnterp.components.layouts import axes, name_of
 from nnterp.components.locations import (
     FIRST,
     Select,
@@ -87,7 +88,7 @@ class EProperty(eproperty):
         self._layout: Any = None
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self.name, self.declared_in = name, owner.__module__
         if self.key is None:
             self.key = name
 
@@ -95,14 +96,15 @@ class EProperty(eproperty):
         # A property pickles as one, without its attributes; a class shipped by value needs them.
         return _rebuild, (type(self), dict(self.__dict__))
 
-    def at(self, key: str | Callable[[Any], str], select: Any = ..., unavailable: Any = ...) -> "EProperty":
-        """The same value at another place: a copy with its own path, and `select` or `unavailable` where given."""
+    def at(
+        self, key: str | Callable[[Any], str] = ..., select: Any = ..., unavailable: Any = ..., layout: Any = ...
+    ) -> "EProperty":
+        """The same value at another place or in another layout: a copy that differs in what is given, docs included."""
         moved = copy(self)
-        moved.key = key
-        if select is not ...:
-            moved.select = select
-        if unavailable is not ...:
-            moved._unavailable = unavailable
+        given = {"key": key, "select": select, "_unavailable": unavailable, "_layout": layout}
+        vars(moved).update({name: value for name, value in given.items() if value is not ...})
+        if layout is not ... and self.__doc__ and self.layout is not None:
+            moved.__doc__ = self.__doc__.replace(axes(self.layout), axes(layout))
         return moved
 
     # -- what it is -------------------------------------------------------------------------------------------------
@@ -131,12 +133,15 @@ class EProperty(eproperty):
 
     @property
     def layout_name(self) -> str | None:
-        """The name the layout has where the value is defined (``"Residual"``), there or in a module named there."""
-        return name_of(self.layout, self._annotated.__globals__) if self.layout is not None else None
+        """The name the layout has where the value is declared, or else where it is defined (``"Residual"``)."""
+        if self.layout is None:
+            return None
+        declared = vars(sys.modules[self.declared_in]) if self.declared_in in sys.modules else {}
+        return name_of(self.layout, declared) or name_of(self.layout, self._annotated.__globals__)
 
     def __str__(self) -> str:
         reason = f"Unavailable: {self._unavailable}" if isinstance(self._unavailable, str) else self.description
-        layout = f" -> {self.layout_name or 'Tensor'} [{', '.join(self.dims)}]" if self.layout is not None else ""
+        layout = f" -> {self.layout_name or 'Tensor'} {axes(self.layout)}" if self.layout is not None else ""
         return f"({self.name}){layout}: {reason}"
 
     # -- where it is ------------------------------------------------------------------------------------------------
@@ -298,39 +303,28 @@ class EProperty(eproperty):
         """Raise ValueError or TypeError where ``value`` is not shaped like ``replaced``, which it is to replace."""
         if not isinstance(replaced, torch.Tensor):
             return
-        what = f"{self.name} of {obj.path}"
-        if self.layout is not None:
-            what += f" is {self.layout_name or 'laid out'} [{', '.join(self.dims)}]: it"
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{what} takes a tensor of shape {tuple(replaced.shape)}, not {type(value).__name__}")
+            raise TypeError(
+                f"{self._what(obj)} takes a tensor of shape {tuple(replaced.shape)}, not {type(value).__name__}"
+            )
         free = [axis in self.resizable for axis in self.dims or ()] or [False] * replaced.dim()
         if value.dim() != replaced.dim() or any(
             not loose and got != expected
             for loose, got, expected in zip(free, value.shape, replaced.shape, strict=True)
         ):
             raise ValueError(
-                f"{what} takes shape {tuple(replaced.shape)} in this call, and {tuple(value.shape)} was assigned; "
-                f"nothing is broadcast, so .expand(), slice or reshape it first"
+                f"{self._what(obj)} takes shape {tuple(replaced.shape)} in this call, and {tuple(value.shape)} was "
+                f"assigned; nothing is broadcast, so .expand(), slice or reshape it first"
             )
-        if value.dtype != replaced.dtype:
-            raise ValueError(f"{what} takes {replaced.dtype}, and {value.dtype} was assigned; cast it with .to()")
-        if value.device != replaced.device:
-            raise ValueError(
-                f"{what} is on {replaced.device}, and the tensor assigned is on {value.device}; move it there"
-            )
+        for kind, change in (("dtype", "cast it with .to()"), ("device", "move it there")):
+            expected, got = getattr(replaced, kind), getattr(value, kind)
+            if got != expected:
+                raise ValueError(f"{self._what(obj)} takes {expected}, and {got} was assigned; {change}")
 
-
-class Flattened(EProperty):
-    """A value with batch and sequence in one axis, at a location that has them apart.
-
-    The read is a view where the location's tensor is contiguous; an assignment is split again.
-    """
-
-    def _view(self, obj: Any, element: Any) -> Any:
-        return EProperty._view(self, obj, element.flatten(0, 1))
-
-    def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
-        return EProperty._pack(self, obj, raw, value.reshape(self._pick(obj, raw).shape))
+    def _what(self, obj: Any) -> str:
+        """What an error says takes something else."""
+        what = f"{self.name} of {obj.path}"
+        return what if self.layout is None else f"{what} is {self.layout_name or 'laid out'} {axes(self.layout)}: it"
 
 
 def _rebuild(cls: type, state: dict) -> "EProperty":
@@ -363,13 +357,14 @@ class DerivedEProperty(EProperty):
         self.__doc__ = compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        super().__set_name__(owner, name)
+        self.key = None  # it is computed, and has no location of its own
 
     @property
     def _annotated(self) -> Callable | None:
         return self.compute
 
-    def inside_forward(self, obj: Any) -> bool:
+    def inside_forward(self, obj: Any = None) -> bool:
         return False
 
     def __get__(self, obj: Any, owner: Any = None) -> Any:

@@ -16,6 +16,9 @@ PARALLEL = "the block is parallel: attention and MLP read the same stream, so th
 #: Why a block that norms what its sublayers return has no norm before them.
 POST_NORM = "the block norms what its sublayers return, not what they are called with"
 
+#: Why a block of a mixer alone has nothing behind it.
+ONE_MIXER = "the block is one mixer on the stream, with no feed-forward behind it"
+
 
 class Layer(Standard):
     """A decoder block. Its values are the residual stream at the block's boundaries.
@@ -140,3 +143,12 @@ class ParallelLayer(Layer):
     TAPS = {}
     layer_mid = unavailable(PARALLEL)
     mlp_norm_output = Layer.mlp_norm_output.at("input_layernorm.output")
+
+
+class MixerLayer(Layer):
+    """A block that is one mixer on the stream, behind one norm: ``layer_output = layer_input + attention_output``."""
+
+    TAPS = {}
+    layer_mid = unavailable(ONE_MIXER)
+    mlp_norm_output = unavailable(ONE_MIXER)
+    mlp_input = unavailable(ONE_MIXER)

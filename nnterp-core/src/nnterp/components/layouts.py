@@ -56,6 +56,11 @@ HeadOutputs = Float[Tensor, f"{BATCH} {SEQ} {HEADS} {HEAD_DIM}"]
 Neurons = Float[Tensor, f"{BATCH} {SEQ} {INTERMEDIATE}"]
 
 
+def axes(layout: Any) -> str:
+    """The axes of a layout as its docs show them: ``[batch, seq, hidden_size]``."""
+    return f"[{', '.join(layout.dim_str.split())}]"
+
+
 def name_of(layout: Any, names: dict[str, Any]) -> str | None:
     """The name of a layout among ``names``, a module's globals, or in a module named there (``components.Residual``).
 

@@ -192,8 +192,8 @@ class Moe(Mlp):
     def expert_indices(self, value: Tensor) -> ExpertIndices:
         """The expert of each slot, ``[batch, seq, top_k]``, int64.
 
-        Write another to reroute the slot; it keeps the weight that the router gave the expert it chose. Assigning an
-        expert there is not raises ValueError; one written in place is not looked at.
+        Write another to reroute the slot; it keeps the weight that the router gave the expert it chose. An expert there
+        is not raises ValueError: assigned, at that line; written in place, when the experts run.
         """
         return value
 
@@ -311,6 +311,13 @@ class Moe(Mlp):
         return mask
 
 
+class GatedSharedMoe(Moe):
+    """A mixture that scales what its shared expert adds by a gate of its own, computed beside it (Qwen2-MoE's kin)."""
+
+    TAPS = {**Moe.TAPS, "shared_expert_output": assigned("shared_expert_output", -1)}
+    shared_expert_output = Moe.shared_expert_output.at("shared_expert_output")
+
+
 class BiasedMoe(Moe):
     """A mixture whose experts are chosen by `choice_scores`: a bias added. Its router is a `BiasedRouter`."""
 
@@ -332,8 +339,16 @@ class BiasedMoe(Moe):
         """Keep this call's tokens away from ``experts``, inside a trace before the router scores.
 
         Their logits and the scores that experts are chosen by become -inf. Where the groups a token is routed to hold
-        too few other experts, a banned one fills the slot with weight zero. Raises ValueError as on any mixture.
+        too few other experts, a banned one fills the slot with weight zero. Raises ValueError as on any mixture, and
+        where experts are not chosen by their scores.
         """
+        self._banned(experts)
+        reason = type(self).choice_scores.reason(self)
+        if reason is not None:
+            raise ValueError(
+                f"ban_experts on {self.path}: {reason}; zero expert_weights where expert_indices is theirs, or route "
+                f"their tokens elsewhere with route_to"
+            )
         super().ban_experts(experts)
         scores = self.choice_scores
         self.choice_scores = scores.masked_fill(self._banned(experts).to(scores.device), float("-inf"))

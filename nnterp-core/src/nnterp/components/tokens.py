@@ -84,3 +84,16 @@ class TokenEProperty(EProperty):
                 f"invoke's own cannot be told; trace the invokes on their own"
             )
         return laid_out, slice(group[0], group[0] + group[1])
+
+
+class Flattened(EProperty):
+    """A value with batch and sequence in one axis, at a location that has them apart.
+
+    The read is a view where the location's tensor is contiguous; an assignment is split again.
+    """
+
+    def _view(self, obj: Any, element: Any) -> Any:
+        return EProperty._view(self, obj, element.flatten(0, 1))
+
+    def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
+        return EProperty._pack(self, obj, raw, value.reshape(self._pick(obj, raw).shape))

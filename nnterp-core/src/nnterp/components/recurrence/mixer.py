@@ -1,4 +1,4 @@
-"""What every recurrent mixer shares: where its values are read, the state after each token, and its contribution."""
+"""What every recurrent mixer shares: its values, the state after each token, and its contribution."""
 
 import sys
 from collections.abc import Iterable
@@ -6,91 +6,55 @@ from typing import Any
 
 import torch
 from greenlet import getcurrent
-from jaxtyping import Float
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from torch import Tensor
 
-from nnterp.components.eproperty import EProperty, Unavailable
+from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable
 from nnterp.components.layouts import Residual
 from nnterp.components.locations import FIRST, missed
-from nnterp.components.recurrence.calls import INPUTS, UNDER_WAY, KernelCall, align, token_location
+from nnterp.components.recurrence.calls import (
+    FINAL,
+    INPUTS,
+    OUTPUTS,
+    STATE_AT,
+    STATES,
+    UNDER_WAY,
+    KernelCall,
+    align,
+    token_location,
+)
+from nnterp.components.recurrence.layouts import EffectiveAttention, Gates, LinearQK, LinearV, State, States
 from nnterp.components.recurrence.sources import compiled, package, plain
+from nnterp.components.recurrence.values import (
+    FinalState,
+    StateInput,
+    StatesEProperty,
+    at_kernel,
+    entering,
+    served_at,
+)
 from nnterp.components.standard import Standard
 
-#: One matrix per head and pair of tokens, ``[batch, heads, query, key]``.
-EffectiveAttention = Float[Tensor, "batch heads query key"]
 
+def effective_attention(mixer: "RecurrentMixer") -> EffectiveAttention:
+    """How much each token's value contributes to each later token's head output, ``[batch, heads, query, key]``.
 
-def at_kernel(name: str) -> Any:
-    """The key of a value that is served at ``name`` by the kernel call of its mixer."""
-    return lambda mixer: f"{mixer.KERNEL_HOST}{name}"
-
-
-def entering(value: str, description: str, kind: type[EProperty] = EProperty) -> EProperty:
-    """A value that the kernel computes from, the one it calls ``value``."""
-    return kind(at_kernel(INPUTS), description, unavailable=lambda mixer: mixer.no_kernel(), select=value)
-
-
-class Coupled(EProperty):
-    """A value that is one quantity with another: after an edit of either, both are read as what it implies."""
-
-    def _served(self, obj: Any, location: str) -> Any:
-        raw = super()._served(obj, location)
-        obj.settle(raw)
-        return raw
-
-    def __set__(self, obj: Any, value: Any) -> None:
-        super().__set__(obj, value.clone() if isinstance(value, Tensor) else value)
-        obj._module_call().assigned = True
-
-
-class StateInput(EProperty):
-    """The state a call starts from, which is None on a fresh prompt and can be given there nevertheless."""
-
-    def __set__(self, obj: Any, value: Any) -> None:
-        location = self._in_this_run(obj)
-        raw = obj._inputs(self.name)
-        if raw["state_input"] is not None:
-            return super().__set__(obj, value)
-        fresh = obj.fresh_state(raw["values"])
-        if isinstance(fresh, str):
-            raise ValueError(f"{self.name} of {obj.path} cannot be assigned here: {fresh}")
-        self.check(obj, value, fresh)
-        mediator, batcher = getcurrent().mediator(), obj.interleaver.batcher
-        if batcher is not None and batcher.batching and mediator.batch_group is not None:
-            start, size = mediator.batch_group  # the other invokes go on from nothing, which is a state of zeros
-            rows = start, batcher.total - start - size
-            before, after = (fresh.new_zeros(n, *fresh.shape[1:]) for n in rows)
-            value = torch.cat([before, value, after])
-        Mediator.swap(location, {**raw, "state_input": value})
-
-
-class FinalState(EProperty):
-    """The state a call leaves, which is None where no cache receives it."""
-
-    def check(self, obj: Any, value: Any, replaced: Any) -> None:
-        if replaced is None:
-            raise ValueError(
-                f"{self.name} of {obj.path} cannot be assigned here: this call keeps no cache (use_cache=False), so "
-                f"nothing would receive it"
-            )
-        super().check(obj, value, replaced)
-
-
-class StatesEProperty(EProperty):
-    """The states after every token: served as they were, so an assignment would change nothing and raises."""
-
-    def __set__(self, obj: Any, value: Any) -> None:
-        raise AttributeError(
-            f"{self.name} of {obj.path} is read-only: write one token's state with set_state_after(token, value)"
-        )
+    Float32, zero where the query is before the key. Contracted with `attention_values` it is what the recurrence reads
+    of this call's own tokens: `attention_head_outputs`, less what comes of `state_input` and of a skip connection.
+    Computed when it is read, from the values as they are then.
+    """
+    raw = mixer._inputs("effective_attention")
+    mixer.settle(raw)
+    call = mixer._module_call()
+    return call.mechanism.effective_attention(call, raw)
 
 
 class RecurrentMixer(Standard):
     """A sequence mixer with a recurrent state, read at the kernel call its forward makes.
 
     A subclass says which kernels those are and what their arguments mean (`MECHANISM`); its values then mean the same
-    in a prompt, a decode step and several tokens over a cache. Tokens are counted from the call's own first.
+    in a prompt, a decode step and several tokens over a cache. Tokens are counted from the call's own first. Layouts
+    are a gated DeltaNet's; a mechanism that has others says so (``.at(layout=...)``).
 
     Attributes:
         MECHANISM: The name of the mechanism (`nnterp.components.recurrence.mechanisms`).
@@ -138,7 +102,7 @@ class RecurrentMixer(Standard):
 
     def fresh_state(self, values: Tensor) -> Tensor | str:
         """The state that a prompt with ``values`` starts from, zeros, or why it cannot start from another."""
-        raise NotImplementedError
+        return values.new_zeros(values.shape[0], self.heads, self.key_dim, self.value_dim, dtype=torch.float32)
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -146,6 +110,94 @@ class RecurrentMixer(Standard):
     def attention_output(self, value: Tensor) -> Residual:
         """What the mixer adds to the residual stream, ``[batch, seq, hidden_size]``. In-place edits and assignment
         reach the model.
+        """
+        return value
+
+    @entering("queries", "What reads the state")
+    def attention_queries(self, value: Tensor) -> LinearQK:
+        """What reads the state, ``[batch, seq, heads, key_dim]``, as the kernel receives it: after the convolution.
+
+        Assign to replace it; in-place edits reach the model where torch allows them (views of one ``split`` refuse them
+        under autograd).
+        """
+        return value
+
+    @entering("keys", "Where a token writes")
+    def attention_keys(self, value: Tensor) -> LinearQK:
+        """Where each token writes, ``[batch, seq, heads, key_dim]``; writes as on `attention_queries`."""
+        return value
+
+    @entering("values", "What a token writes")
+    def attention_values(self, value: Tensor) -> LinearV:
+        """What each token writes, ``[batch, seq, heads, value_dim]``; writes as on `attention_queries`."""
+        return value
+
+    @entering("decays", "The log of how much of the state each token keeps")
+    def decays(self, value: Tensor) -> Gates:
+        """The log of how much of the state each token keeps, ``[batch, seq, heads]``, float32, at most 0.
+
+        In-place edits and assignment reach the model.
+        """
+        return value
+
+    @entering("betas", "How strongly each token writes")
+    def betas(self, value: Tensor) -> Gates:
+        """How strongly each token writes, ``[batch, seq, heads]``. In-place edits and assignment reach the model."""
+        return value
+
+    @entering("state_input", "The state this call starts from; None on a fresh prompt", StateInput)
+    def state_input(self, value: Any) -> State | None:
+        """The state this call starts from, ``[batch, heads, key_dim, value_dim]``; None on a fresh prompt.
+
+        A copy, since the cache overwrites its own. Edit or assign it to start from another, on a fresh prompt as well
+        where its kernel can; raises ValueError where it cannot, and for another shape.
+        """
+        return value
+
+    @EProperty(
+        at_kernel(STATE_AT),
+        "The state after each token, one visit per token",
+        unavailable=lambda mixer: mixer.needs_recurrent_routing(),
+    )
+    def state(self, value: Tensor) -> State:
+        """The state after a token of this call, ``[batch, heads, key_dim, value_dim]``: one visit per token.
+
+        ``for t in tracer.iter[:]`` walks them, ``tracer.iter[4]`` is the state after token 4; outside of either it is
+        the one after token 0. An edit is what the token's own output and the following tokens go on from.
+        """
+        return value
+
+    @StatesEProperty(
+        at_kernel(STATES), "The state after every token", unavailable=lambda mixer: mixer.needs_recurrent_routing()
+    )
+    def states(self, value: Tensor) -> States:
+        """The state after every token of this call, ``[batch, seq, heads, key_dim, value_dim]``. Read-only.
+
+        A copy, with what was written to single states. `states_at` has some of them, at a fraction of the memory.
+        """
+        return value
+
+    effective_attention = DerivedEProperty(
+        effective_attention,
+        "How much each token's value contributes to each later output",
+        unavailable=lambda mixer: mixer.no_kernel(),
+        instead="what it comes of: queries, keys, decays or betas",
+    )
+
+    @served_at(OUTPUTS, "What the queries read")
+    def attention_head_outputs(self, value: Tensor) -> LinearV:
+        """What the queries read from the state, ``[batch, seq, heads, value_dim]``, with a scan's skip ``D * x``.
+
+        Before any gate, norm and the output projection. In-place edits and assignment reach the model.
+        """
+        return value
+
+    @served_at(FINAL, "The state after this call's last token", FinalState)
+    def state_output(self, value: Any) -> State | None:
+        """The state after this call's last token, ``[batch, heads, key_dim, value_dim]``, as the cache receives it;
+        None where no cache is kept.
+
+        A copy. An edit changes what the next step starts from, and not this call's output.
         """
         return value
 
@@ -191,12 +243,13 @@ class RecurrentMixer(Standard):
             raise OutOfOrderError(f"{what} of {self.path} was asked for after its kernel had run in this call")
         return call
 
-    def _token(self, what: str, call: KernelCall, token: int) -> int:
+    def _token(self, what: str, length: int, token: int) -> int:
+        """``token`` counted from the first of a call of ``length`` tokens."""
         if isinstance(token, bool) or not isinstance(token, int):
             raise TypeError(f"{what} of {self.path} takes a token's number, not {token!r}")
-        if not -call.length <= token < call.length:
-            raise IndexError(f"{what} of {self.path}: this call has tokens 0 to {call.length - 1}, no {token}")
-        return token % call.length
+        if not -length <= token < length:
+            raise IndexError(f"{what} of {self.path}: this call has tokens 0 to {length - 1}, no {token}")
+        return token % length
 
     def _state_location(self, what: str, call: KernelCall, token: int) -> str:
         """Where the state after ``token`` is about to be served."""
@@ -224,7 +277,7 @@ class RecurrentMixer(Standard):
         if isinstance(tokens, int):
             raise TypeError(f"states_at of {self.path} takes a list of tokens' numbers: [{tokens!r}] for one")
         call = self._entered("states_at")
-        wanted = [self._token("states_at", call, token) for token in tokens]
+        wanted = [self._token("states_at", call.length, token) for token in tokens]
         found = {token: self._read("states_at", call, token) for token in sorted(set(wanted))}
         if not found:
             raise ValueError(f"states_at of {self.path} was given no token")
@@ -260,7 +313,7 @@ class RecurrentMixer(Standard):
         """
         self._need_states("state_after")
         call = self._entered("state_after")
-        return self._read("state_after", call, self._token("state_after", call, token))
+        return self._read("state_after", call, self._token("state_after", call.length, token))
 
     def set_state_after(self, token: int, value: Tensor) -> None:
         """Replace the state after ``token`` of this call: its own output and every later token go on from ``value``.
@@ -271,7 +324,7 @@ class RecurrentMixer(Standard):
         """
         self._need_states("set_state_after")
         call = self._entered("set_state_after")
-        token = self._token("set_state_after", call, token)
+        token = self._token("set_state_after", call.length, token)
         location = self._state_location("set_state_after", call, token)
         replaced = self._served_state("set_state_after", location, token)
         type(self).values()["state"].check(self, value, replaced)
@@ -281,16 +334,3 @@ class RecurrentMixer(Standard):
         reason = type(self).state.reason(self)
         if reason is not None:
             raise Unavailable(f"{what} of {self.path} ({type(self._module).__name__}) is unavailable: {reason}")
-
-
-def effective_attention(mixer: RecurrentMixer) -> EffectiveAttention:
-    """How much each token's value contributes to each later token's head output, ``[batch, heads, query, key]``.
-
-    Float32, zero where the query is before the key. Contracted with `attention_values` it is what the recurrence reads
-    of this call's own tokens: `attention_head_outputs`, less what comes of `state_input` and of a skip connection.
-    Computed when it is read, from the values as they are then.
-    """
-    raw = mixer._inputs("effective_attention")
-    mixer.settle(raw)
-    call = mixer._module_call()
-    return call.mechanism.effective_attention(call, raw)
