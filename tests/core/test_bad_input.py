@@ -4,8 +4,6 @@ Plugins of every broken kind are in ``tests/plugins/test_isolation.py``.
 """
 
 import re
-import traceback
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,7 @@ from nnsight.intervention.interleaver import OutOfOrderError
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, T5Config
 
 from nnterp import StandardizedTransformer, Unavailable, UnsupportedFamily, families
+from nnterp.testing import mistake
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 WIDTH = 32
@@ -31,20 +30,6 @@ def model(small_model):
     before = logits(small_model)
     yield small_model
     assert logits(small_model).equal(before)
-
-
-@contextmanager
-def mistake(kind, *words):
-    """The block raises ``kind`` with each of ``words`` in its message, from its own line marked ``# here``."""
-    with pytest.raises(kind) as caught:
-        yield
-    message = str(caught.value)
-    for word in words:
-        assert re.search(word, message), f"{message!r} says nothing of {word!r}"
-    with open(__file__) as file:
-        source = file.read().splitlines()
-    lines = [frame.lineno for frame in traceback.extract_tb(caught.value.__traceback__) if frame.filename == __file__]
-    assert any("# here" in source[line - 1] for line in lines), f"raised at lines {lines} of this file"
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

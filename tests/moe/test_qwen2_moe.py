@@ -1,11 +1,9 @@
 """Qwen2-MoE: a gated shared expert, mixtures among dense blocks, weights normalised or not."""
 
-import torch
-
-from nnterp.testing import MixtureSuite, Site
+from nnterp.testing import GatedSharedExpert, MixtureSuite
 
 
-class TestQwen2Moe(MixtureSuite):
+class TestQwen2Moe(GatedSharedExpert, MixtureSuite):
     FAMILY = "qwen2_moe"
     CONFIG = {
         "model_type": "qwen2_moe",
@@ -34,13 +32,3 @@ class TestQwen2Moe(MixtureSuite):
             "MLP_WIDTH_KEY": None,
         },
     }
-
-    def shared_site(self, mixture):
-        def gate(call):
-            return torch.sigmoid(mixture.shared_expert_gate(call.args[0]))
-
-        return mixture.shared_expert, Site(
-            "",
-            read=lambda call, tensor: tensor * gate(call),
-            write=lambda call, tensor, value: value / gate(call),
-        )

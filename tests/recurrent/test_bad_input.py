@@ -1,14 +1,11 @@
 """What a mistake at a recurrent mixer is answered with: at the line that made it, and the model is as it was."""
 
-import re
-import traceback
-from contextlib import contextmanager
-
 import pytest
 import torch
 from nnsight.intervention.interleaver import OutOfOrderError
 
 from nnterp import Unavailable, chunk_per_token, route_kernels
+from nnterp.testing import mistake
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 
@@ -33,20 +30,6 @@ every_mixer = pytest.mark.parametrize("model", ["mamba", "mamba2", "qwen3_next"]
 delta_net = pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
 mamba = pytest.mark.parametrize("model", ["mamba"], indirect=True)
 mamba2 = pytest.mark.parametrize("model", ["mamba2"], indirect=True)
-
-
-@contextmanager
-def mistake(kind, *words):
-    """The block raises ``kind`` with each of ``words`` in its message, from its own line marked ``# here``."""
-    with pytest.raises(kind) as caught:
-        yield
-    message = str(caught.value)
-    for word in words:
-        assert re.search(word, message), f"{message!r} says nothing of {word!r}"
-    with open(__file__) as file:
-        source = file.read().splitlines()
-    lines = [frame.lineno for frame in traceback.extract_tb(caught.value.__traceback__) if frame.filename == __file__]
-    assert any("# here" in source[line - 1] for line in lines), f"raised at lines {lines} of this file"
 
 
 def donor(model):

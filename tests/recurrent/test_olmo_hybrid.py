@@ -44,6 +44,7 @@ class TestOlmoHybrid(RecurrentSuite):
         "key_dim": "linear_key_head_dim",
         "value_dim": "linear_value_head_dim",
     }
+    A_LOG = (-2, -1)
     LAYOUTS = {
         "no_positions": {},
         "rotary": {
@@ -60,11 +61,10 @@ class TestOlmoHybrid(RecurrentSuite):
     }
 
     def prepare(self, model):
-        """States that are kept for some tokens, and not for all."""
+        """Step sizes at which decays matter."""
         super().prepare(model)
         for block in model.model.layers:
             if hasattr(block, "linear_attn"):
-                block.linear_attn.A_log.data = torch.linspace(-2, -1, 4)
                 block.linear_attn.dt_bias.data = torch.linspace(1, 2, 4)
 
     # -- two classes of blocks ----------------------------------------------------------------------------------------

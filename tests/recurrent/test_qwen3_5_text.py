@@ -1,14 +1,12 @@
 """Qwen3.5: gated DeltaNet among attention with gated queries, a dense feed-forward in each block."""
 
-import torch
-
-from nnterp.testing import RecurrentSuite
+from nnterp.testing import GatedQueries, RecurrentSuite
 from nnterp.testing.recurrences import DeltaRule
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-class TestQwen35Text(RecurrentSuite):
+class TestQwen35Text(GatedQueries, RecurrentSuite):
     FAMILY = "qwen3_5_text"
     CONFIG = {
         "model_type": "qwen3_5_text",
@@ -33,6 +31,8 @@ class TestQwen35Text(RecurrentSuite):
         "key_dim": "linear_key_head_dim",
         "value_dim": "linear_value_head_dim",
     }
+    A_LOG = (-3, -1)
+    CONVOLUTION = 20  # keys large enough that norming them magnifies no rounding
     LAYOUTS = {
         "shared_keys": {},
         "own_keys": {
@@ -41,22 +41,3 @@ class TestQwen35Text(RecurrentSuite):
             "REFUSES_IN_PLACE": ("linear_attn.attention_queries", "linear_attn.attention_keys"),
         },
     }
-
-    def prepare(self, model):
-        """States that are kept for some tokens, and keys large enough that norming them magnifies no rounding."""
-        super().prepare(model)
-        for block in model.model.layers:
-            if hasattr(block, "linear_attn"):
-                block.linear_attn.A_log.data = torch.linspace(-3, -1, 4)
-                block.linear_attn.conv1d.weight.data *= 4
-
-    def test_the_premix_is_gated(self):
-        """By the half of the query projection that is not the queries."""
-        for layer in self.BLOCKS["self_attn"]:
-            attention = self.module(f"layers.{layer}.self_attn")
-            projected = attention.q_proj(self.everything["attention_norm_output", layer])
-            gate = projected.unflatten(-1, (4, 2, -1))[..., 1, :].detach()
-            mixed = self.everything["self_attn.attention_head_outputs", layer]
-            premix = self.everything["self_attn.attention_premix", layer]
-            torch.testing.assert_close(premix, mixed * gate.sigmoid())
-            assert not torch.allclose(premix, mixed)

@@ -1,14 +1,13 @@
 """Qwen3-Next: gated DeltaNet among attention with gated queries, mixtures with a gated shared expert."""
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from nnterp import StandardizedTransformer
-from nnterp.testing import MixtureSuite, RecurrentSuite, Site, checkpoint
+from nnterp.testing import GatedQueries, GatedSharedExpert, MixtureSuite, RecurrentSuite, checkpoint
 from nnterp.testing.recurrences import DeltaRule
 
 
-class TestQwen3Next(RecurrentSuite, MixtureSuite):
+class TestQwen3Next(GatedQueries, RecurrentSuite, GatedSharedExpert, MixtureSuite):
     FAMILY = "qwen3_next"
     CONFIG = {
         "model_type": "qwen3_next",
@@ -43,6 +42,8 @@ class TestQwen3Next(RecurrentSuite, MixtureSuite):
     SHARED = "shared_expert"
     EXPERTS_KEY = "num_experts"
     MLP_WIDTH_KEY = "moe_intermediate_size"
+    A_LOG = (-3, -1)
+    CONVOLUTION = 20  # keys large enough that norming them magnifies no rounding
     LAYOUTS = {
         "key_heads_repeated": {},
         "as_many_key_heads_and_dense_blocks": {
@@ -61,35 +62,6 @@ class TestQwen3Next(RecurrentSuite, MixtureSuite):
             "BLOCKS": {"linear_attn": (1, 2), "self_attn": (0, 3)},
         },
     }
-
-    def prepare(self, model):
-        """States that are kept for some tokens, and keys large enough that norming them magnifies no rounding."""
-        super().prepare(model)
-        for block in model.model.layers:
-            if hasattr(block, "linear_attn"):
-                block.linear_attn.A_log.data = torch.linspace(-3, -1, 4)
-                block.linear_attn.conv1d.weight.data *= 4
-
-    def shared_site(self, mixture):
-        def gate(call):
-            return torch.sigmoid(mixture.shared_expert_gate(call.args[0]))
-
-        return mixture.shared_expert, Site(
-            "",
-            read=lambda call, tensor: tensor * gate(call),
-            write=lambda call, tensor, value: value / gate(call),
-        )
-
-    def test_the_premix_is_gated(self):
-        """By the half of the query projection that is not the queries."""
-        for layer in self.BLOCKS["self_attn"]:
-            attention = self.module(f"layers.{layer}.self_attn")
-            projected = attention.q_proj(self.everything["attention_norm_output", layer])
-            gate = projected.unflatten(-1, (4, 2, -1))[..., 1, :].detach()
-            mixed = self.everything["self_attn.attention_head_outputs", layer]
-            premix = self.everything["self_attn.attention_premix", layer]
-            torch.testing.assert_close(premix, mixed * gate.sigmoid())
-            assert not torch.allclose(premix, mixed)
 
     def test_mixtures_every_other_block(self):
         """``decoder_sparse_step`` and ``mlp_only_layers`` together say which blocks are dense."""

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.utils import is_vision_available
 
 from nnterp import StandardizedTransformer
 from nnterp.testing import checkpoint
@@ -177,15 +176,13 @@ def wrapper(request, tmp_path_factory):
     return Wrapper(request.param, tmp_path_factory.mktemp(request.param))
 
 
-#: transformers' image-text-to-text pipeline is refused without Pillow, whatever the prompt.
-with_pillow = pytest.mark.skipif(not is_vision_available(), reason="image-text-to-text needs Pillow")
 WAYS = (
     "text-generation",
     "text-generation, lazily",
     "ready module",
-    pytest.param("image-text-to-text", marks=with_pillow),
-    pytest.param("image-text-to-text, lazily", marks=with_pillow),
-    pytest.param("image-text-to-text, ready module", marks=with_pillow),
+    "image-text-to-text",
+    "image-text-to-text, lazily",
+    "image-text-to-text, ready module",
 )
 
 
@@ -301,7 +298,6 @@ def test_the_callers_names_are_paths_of_the_wrapper(tmp_path):
         StandardizedTransformer(str(llava.directory), rename={"model.layers": "blocks"})
 
 
-@with_pillow
 def test_a_processor_of_its_own(tmp_path):
     """A checkpoint that is saved with its processor loads as an image-text-to-text model, and text goes through it."""
     llava = Wrapper("llava", tmp_path)

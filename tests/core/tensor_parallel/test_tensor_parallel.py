@@ -39,7 +39,6 @@ def run(*command, directory):
 @pytest.fixture(params=FAMILIES)
 def measured(request, tmp_path):
     """What one process computed, and what each of two ranks did."""
-    pytest.importorskip("accelerate", reason="transformers shards a model with accelerate")
     config = checkpoint.config(model_type=request.param, **FAMILIES[request.param])
     directory = str(checkpoint.save(config, tmp_path / request.param))
     run(str(WORKER), "alone", directory, directory=tmp_path)

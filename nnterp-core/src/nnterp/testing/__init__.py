@@ -19,8 +19,10 @@ MODULES = (
     "biased",
     "comparing",
     "formulas",
+    "gates",
     "loading",
     "methods",
+    "mistakes",
     "mixture_writing",
     "mixtures",
     "naming",
@@ -35,6 +37,8 @@ MODULES = (
 pytest.register_assert_rewrite(*(f"nnterp.testing.{name}" for name in MODULES))
 
 from nnterp.testing.biased import BiasedMixtureSuite  # noqa: E402
+from nnterp.testing.gates import GatedQueries, GatedSharedExpert  # noqa: E402
+from nnterp.testing.mistakes import mistake  # noqa: E402
 from nnterp.testing.mixture_oracles import Loop, WrittenOut, gated_expert, interleaved_expert  # noqa: E402
 from nnterp.testing.mixtures import MixtureSuite  # noqa: E402
 from nnterp.testing.oracles import (  # noqa: E402
@@ -62,6 +66,8 @@ __all__ = [
     "FamilySuite",
     "Formula",
     "Forward",
+    "GatedQueries",
+    "GatedSharedExpert",
     "Inside",
     "Loop",
     "MixtureSuite",
@@ -76,5 +82,6 @@ __all__ = [
     "gated_expert",
     "heads",
     "interleaved_expert",
+    "mistake",
     "run",
 ]

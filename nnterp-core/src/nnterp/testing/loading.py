@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nnterp import StandardizedTransformer, Unavailable
-from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_same
+from nnterp.testing.comparing import ULPS, ULPS_AFTER_MODEL, assert_close, assert_same
 from nnterp.testing.edits import edit_of
 from nnterp.testing.facts import ROOT_VALUES, Facts
 
@@ -56,6 +56,17 @@ class Loading(Facts):
                 logits = model.logits.save()
             assert_same(logits, expected)
 
+    def assigned_as_bare(self, values: list[str], model: Any, bare: Any, ulps: float) -> None:
+        """Each of ``values`` assigned in ``model`` gives the logits of the same edit by a hook in ``bare``."""
+        for value in values:
+            layer = None if value in ROOT_VALUES else self.block_of(value)
+            host, name = self.host(value, layer, model)
+            edit = edit_of(value)
+            with model.trace(self.ids):
+                setattr(host, name, edit(getattr(host, name)))
+                logits = model.logits.save()
+            assert_close(logits, self.edited(value, layer, edit, bare=bare), ulps)
+
     # -- bfloat16 -----------------------------------------------------------------------------------------------------
 
     def test_bfloat16(self) -> None:
@@ -66,14 +77,7 @@ class Loading(Facts):
         expected = self.oracle(values, self.blocks, bare=bare)
         for place, read in self.read_all(model).items():
             assert_close(read, expected[place])
-        for value in values:
-            layer = None if value in ROOT_VALUES else self.block_of(value)
-            host, name = self.host(value, layer, model)
-            edit = edit_of(value)
-            with model.trace(self.ids):
-                setattr(host, name, edit(getattr(host, name)))
-                logits = model.logits.save()
-            assert_close(logits, self.edited(value, layer, edit, bare=bare))
+        self.assigned_as_bare(values, model, bare, ULPS)
 
     # -- SDPA ---------------------------------------------------------------------------------------------------------
 
@@ -105,11 +109,4 @@ class Loading(Facts):
             assert_close(read, expected[place])
             if place in self.everything:
                 assert_close(read, self.everything[place], ULPS_AFTER_MODEL)
-        for value in values:
-            layer = None if value in ROOT_VALUES else self.block_of(value)
-            host, name = self.host(value, layer, model)
-            edit = edit_of(value)
-            with model.trace(self.ids):
-                setattr(host, name, edit(getattr(host, name)))
-                logits = model.logits.save()
-            assert_close(logits, self.edited(value, layer, edit, bare=bare), ULPS_AFTER_MODEL)
+        self.assigned_as_bare(values, model, bare, ULPS_AFTER_MODEL)

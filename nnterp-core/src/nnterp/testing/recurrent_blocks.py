@@ -5,7 +5,6 @@ import pytest
 from nnterp import Unavailable
 from nnterp.components.standard import NoSuchName
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_same
-from nnterp.testing.edits import edit_of
 from nnterp.testing.facts import ROOT_VALUES
 from nnterp.testing.recurrent_facts import RecurrentFacts
 from nnterp.testing.recurrent_reading import ULPS_OF_A_RECURRENCE
@@ -142,14 +141,7 @@ class RecurrentBlocks(RecurrentFacts):
         for place, read in self.read_all(model, values=values).items():
             assert_close(read, expected[place])
             assert_close(read, self.everything[place], ULPS_OF_A_RECURRENCE)
-        for value in values:
-            layer = None if value in ROOT_VALUES else self.block_of(value)
-            host, name = self.host(value, layer, model)
-            edit = edit_of(value)
-            with model.trace(self.ids):
-                setattr(host, name, edit(getattr(host, name)))
-                logits = model.logits.save()
-            assert_close(logits, self.edited(value, layer, edit, bare=bare), ULPS_AFTER_MODEL)
+        self.assigned_as_bare(values, model, bare, ULPS_AFTER_MODEL)
 
     def test_a_value_of_another_kind_of_block(self) -> None:
         """A mixer asked of a block that has none, and attention of one that has a mixer, by name at the user's line."""

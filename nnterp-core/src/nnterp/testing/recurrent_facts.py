@@ -6,6 +6,7 @@ from inspect import signature
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import nnterp
@@ -30,6 +31,8 @@ class RecurrentFacts(Facts):
         ELSEWHERE: Part of the reason on the blocks that do not serve a value of `BLOCKS`, where that is not a missing
             module.
         MIXER_WIDTH_KEYS: The config key of each size of the mixer.
+        CONVOLUTION: What the convolutions of the tiny checkpoint are multiplied by.
+        A_LOG: The first and the last head's ``A_log`` in it, where transformers' leave no state behind for a token.
         LIMITED: Whether a prompt's step sizes are limited and a decode step's, in transformers, are not.
         HIDDEN_STATES_OF_BLOCKS: Whether transformers' hidden states begin behind the first block, and not before it.
     """
@@ -39,6 +42,8 @@ class RecurrentFacts(Facts):
     BLOCKS: dict[str, tuple[int, ...]] = {}
     ELSEWHERE: dict[str, str] = {}
     MIXER_WIDTH_KEYS: dict[str, str] = {}
+    CONVOLUTION: float = 5
+    A_LOG: tuple[float, float] | None = None
     LIMITED: bool = False
     HIDDEN_STATES_OF_BLOCKS: bool = False
 
@@ -59,7 +64,9 @@ class RecurrentFacts(Facts):
         super().prepare(model)
         for name, parameter in model.named_parameters():
             if "conv1d.weight" in name:
-                parameter.data.mul_(5)
+                parameter.data.mul_(self.CONVOLUTION)
+            if name.endswith(".A_log") and self.A_LOG is not None:
+                parameter.data = torch.linspace(*self.A_LOG, len(parameter))
 
     @classmethod
     def roles(cls) -> dict[str, str]:

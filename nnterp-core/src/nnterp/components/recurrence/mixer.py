@@ -181,7 +181,7 @@ class RecurrentMixer(Standard):
         effective_attention,
         "How much each token's value contributes to each later output",
         unavailable=lambda mixer: mixer.no_kernel(),
-        instead="what it comes of: queries, keys, decays or betas",
+        instead="whichever of attention_queries, attention_keys, decays and betas can be here",
     )
 
     @served_at(OUTPUTS, "What the queries read")
