@@ -132,17 +132,17 @@ class RecurrentMixer(Standard):
         """What each token writes, ``[batch, seq, heads, value_dim]``; writes as on `attention_queries`."""
         return value
 
+    @entering("betas", "How strongly each token writes")
+    def betas(self, value: Tensor) -> Gates:
+        """How strongly each token writes, ``[batch, seq, heads]``. In-place edits and assignment reach the model."""
+        return value
+
     @entering("decays", "The log of how much of the state each token keeps")
     def decays(self, value: Tensor) -> Gates:
         """The log of how much of the state each token keeps, ``[batch, seq, heads]``, float32, at most 0.
 
         In-place edits and assignment reach the model.
         """
-        return value
-
-    @entering("betas", "How strongly each token writes")
-    def betas(self, value: Tensor) -> Gates:
-        """How strongly each token writes, ``[batch, seq, heads]``. In-place edits and assignment reach the model."""
         return value
 
     @entering("state_input", "The state this call starts from; None on a fresh prompt", StateInput)
