@@ -37,6 +37,42 @@ class TestIdefics3(FamilySuite):
     }
 
 
+class TestSmolVLM(FamilySuite):
+    """Llama under ``text_model`` again, with tied embeddings."""
+
+    FAMILY = "llama"
+    CONFIG = {
+        "model_type": "smolvlm",
+        "image_token_id": 299,
+        "tie_word_embeddings": True,
+        "text_config": {"model_type": "llama", **TEXT, "tie_word_embeddings": True},
+        "vision_config": {"model_type": "smolvlm_vision", **TOWER},
+    }
+    NATIVE = TestIdefics3.NATIVE
+
+
+class TestMistral3(FamilySuite):
+    """Mistral under ``language_model``, its windows shorter than the prompts."""
+
+    FAMILY = "mistral"
+    CONFIG = {
+        "model_type": "mistral3",
+        "image_token_index": 299,
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+        "text_config": {"model_type": "mistral", **TEXT, "head_dim": 12, "sliding_window": 3},
+        "vision_config": {"model_type": "pixtral", **TOWER, "head_dim": 8, "image_size": 32},
+    }
+    NATIVE = {
+        "embed_tokens": "model.language_model.embed_tokens",
+        "layers": "model.language_model.layers",
+        "norm": "model.language_model.norm",
+    }
+
+    def visible(self, layer):
+        return super().visible(layer).triu(-2)
+
+
 class TestGemma3(FamilySuite):
     """Gemma 3 under ``language_model``, whose head the text config's cap does not reach in the wrapper."""
 
