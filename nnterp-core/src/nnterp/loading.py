@@ -30,6 +30,17 @@ def resolve_family(repo_id: Any, family: Any, kwargs: dict) -> Any:
     return with_maps(families.lookup(model_type), f"the family of {model_type!r} is")
 
 
+def resolve_overlay(repo_id: Any, kwargs: dict) -> Any | None:
+    """The overlay of a multimodal wrapper, which has its image side; None where nothing installed has one."""
+    if isinstance(repo_id, nn.Module) and getattr(repo_id, "config", None) is None:
+        return None
+    config = read_config(repo_id, kwargs)
+    if getattr(config, "vision_config", None) is None:
+        return None
+    overlay = families.wrapper(config.model_type)
+    return None if overlay is None else with_maps(overlay, f"the overlay of {config.model_type!r} is")
+
+
 def with_maps(family: Any, what: str) -> Any:
     """``family``, which has to have its two maps."""
     missing = [name for name in ("RENAME", "ENVOYS") if not isinstance(getattr(family, name, None), dict)]

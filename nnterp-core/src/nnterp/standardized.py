@@ -10,7 +10,7 @@ from typing import Any
 from nnsight.modeling.transformers import TransformersModel
 from torch import Size, Tensor, nn
 
-from nnterp import loading, wrappers
+from nnterp import images, loading, wrappers
 from nnterp.components.eproperty import DerivedEProperty, EProperty
 from nnterp.components.inputs import TokenIds
 from nnterp.components.layouts import Logits, NextTokenProbs, Residual, Tokens
@@ -62,7 +62,9 @@ class StandardizedTransformer(Standardized, TransformersModel):
             ``"text-generation"`` unless given.
 
     Attributes:
-        family: The family's module.
+        family: The family's module, that of the text model on a multimodal checkpoint.
+        overlay: The module that has the image side of a multimodal checkpoint, or None.
+        vision, projector: Its image tower (`nnterp.Vision`) and the last module before the text model.
         layers, embed_tokens, norm, lm_head: The blocks, the embedding, the final norm, the unembedding.
 
     Raises UnsupportedFamily where the checkpoint is no decoder-only transformer, or has no family and the default one
@@ -81,6 +83,7 @@ class StandardizedTransformer(Standardized, TransformersModel):
         **kwargs: Any,
     ) -> None:
         self.family = loading.resolve_family(repo_id, family, kwargs)
+        self.overlay = loading.resolve_overlay(repo_id, kwargs)
         # Written once the module is built, which is when its containers are known, and before nnsight reads it.
         self._names: dict = {}
         self._own_names = rename or {}
@@ -93,7 +96,11 @@ class StandardizedTransformer(Standardized, TransformersModel):
             *args,
             rename=self._names,
             envoys=loading.envoy_classes(
-                loading.base_envoys(repo_id, kwargs), {nn.ModuleList: Blocks}, self.family.ENVOYS, envoys or {}
+                loading.base_envoys(repo_id, kwargs),
+                {nn.ModuleList: Blocks},
+                self.family.ENVOYS,
+                getattr(self.overlay, "ENVOYS", {}),
+                envoys or {},
             ),
             **kwargs,
         )
@@ -197,12 +204,16 @@ class StandardizedTransformer(Standardized, TransformersModel):
     def _named(self, module: nn.Module) -> nn.Module:
         """``module``, with its aliases worked out: the family's, re-rooted on a wrapper, under the caller's own."""
         self._names.clear()
-        self._names.update({**wrappers.rerooted(self.family.RENAME, module), **self._own_names})
+        names = {**wrappers.rerooted(self.family.RENAME, module), **getattr(self.overlay, "RENAME", {})}
+        self._names.update({**names, **self._own_names})
         return module
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         loading.refuse_text_without_tokenizer(self, invokes)
-        return super()._batch(invokes, fn)
+        images.check_prompts(self, invokes)
+        inputs, named = super()._batch(invokes, fn)
+        images.check_inputs(self, named)
+        return inputs, named
 
     def _remoteable_class(self) -> type:
         # A server deploys plain models: the key is the one an unwrapped model of this checkpoint has.
@@ -210,5 +221,5 @@ class StandardizedTransformer(Standardized, TransformersModel):
 
     def __getattr__(self, name: str) -> Any:
         if name in wrappers.IMAGE_SIDE and "_module" in self.__dict__ and hasattr(self._module.config, "vision_config"):
-            wrappers.refuse_image_side(name, self._module.config)
+            wrappers.refuse_image_side(name, self)
         return super().__getattr__(name)

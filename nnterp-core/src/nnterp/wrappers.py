@@ -91,8 +91,14 @@ def _holds(module: nn.Module, parts: list[str]) -> bool:
     return any(_holds(child, parts[1:]) for child in first)
 
 
-def refuse_image_side(name: str, config: Any) -> None:
-    """Raise AttributeError for ``model.vision`` or ``model.projector`` of a wrapper whose overlay is not here."""
+def refuse_image_side(name: str, model: Any) -> None:
+    """Raise AttributeError for ``model.vision`` or ``model.projector`` of a wrapper that has none here, and say why."""
+    kind = model._module.config.model_type
+    if model.overlay is not None:
+        raise AttributeError(
+            f"there is no model.{name}: this load of {kind!r} built {type(model._module).__name__}, which has no image "
+            f'side; load it with task="image-text-to-text"'
+        )
     plugin = next((each for each in families.plugins() if each.distribution == "nnterp-vision"), None)
     if plugin is None:
         raise AttributeError(f"model.{name} comes with another package: {install('nnterp-vision')}")
@@ -100,8 +106,8 @@ def refuse_image_side(name: str, config: Any) -> None:
         why = plugin.error or "NNTERP_DISABLE_PLUGINS"
         raise AttributeError(f"model.{name} comes with {plugin}, which is {plugin.state} here ({why})")
     raise AttributeError(
-        f"there is no model.{name}: nothing installed has the image side of {config.model_type!r}, and {plugin} does "
-        f"not serve it; the names and values of its text model are here all the same"
+        f"there is no model.{name}: nothing installed has the image side of {kind!r}, and {plugin} does not serve it; "
+        f"the names and values of its text model are here all the same"
     )
 
 

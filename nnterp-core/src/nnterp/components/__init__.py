@@ -1,6 +1,6 @@
 """The components: the envoys of a decoder block, their values, and the layouts of those values."""
 
-from nnterp.components.attention import NOT_ON_INTERFACE, Attention, eager_function, implementation_of
+from nnterp.components.attention import NOT_ON_INTERFACE, Attention, CrossAttention, eager_function, implementation_of
 from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable, unavailable
 from nnterp.components.experts_interface import gated_expert
 from nnterp.components.layer import PARALLEL, POST_NORM, Layer, MixerLayer, ParallelLayer, mid_at
@@ -18,6 +18,8 @@ from nnterp.components.layouts import (
     STREAMS,
     TOKENS,
     VOCAB,
+    CrossKeys,
+    CrossValues,
     FlatResidual,
     HeadOutputs,
     Keys,
@@ -45,6 +47,7 @@ from nnterp.components.moe import (
     Router,
     RouterLogits,
 )
+from nnterp.components.passing import passed_by
 from nnterp.components.recurrence.layouts import (
     ChannelGates,
     EffectiveAttention,
@@ -80,6 +83,7 @@ from nnterp.components.taps import (
     argument,
     assigned,
     each,
+    entering,
     product,
     result,
     stream_before,
@@ -87,6 +91,9 @@ from nnterp.components.taps import (
     unflattened,
 )
 from nnterp.components.tokens import Flattened, TokenEProperty
+from nnterp.components.vision.blocks import PerImageAttention, VisionAttention, VisionLayer, VisionMlp, per_patch
+from nnterp.components.vision.layouts import ImageFeatures, ImageTokenMask, Patches, PatchNeurons
+from nnterp.components.vision.tower import ImageScatter, Vision, grid
 
 __all__ = [
     "Attention",
@@ -96,6 +103,9 @@ __all__ = [
     "Blocks",
     "ChannelGates",
     "ChannelLinearAttention",
+    "CrossAttention",
+    "CrossKeys",
+    "CrossValues",
     "DerivedEProperty",
     "EProperty",
     "EffectiveAttention",
@@ -116,6 +126,9 @@ __all__ = [
     "HIDDEN",
     "HeadOutputs",
     "INTERMEDIATE",
+    "ImageFeatures",
+    "ImageScatter",
+    "ImageTokenMask",
     "KEY",
     "KV_HEADS",
     "Keys",
@@ -131,7 +144,10 @@ __all__ = [
     "PARALLEL",
     "POST_NORM",
     "ParallelLayer",
+    "PatchNeurons",
+    "Patches",
     "Pattern",
+    "PerImageAttention",
     "QK_HEAD_DIM",
     "QUERY",
     "Queries",
@@ -168,6 +184,10 @@ __all__ = [
     "UnitValues",
     "VOCAB",
     "Values",
+    "Vision",
+    "VisionAttention",
+    "VisionLayer",
+    "VisionMlp",
     "apart",
     "argument",
     "assigned",
@@ -176,10 +196,14 @@ __all__ = [
     "chunk_per_token",
     "each",
     "eager_function",
+    "entering",
     "gated_expert",
+    "grid",
     "implementation_of",
     "mid_at",
     "out_of_place",
+    "passed_by",
+    "per_patch",
     "product",
     "recomputed",
     "result",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nnterp.components import interface
 from nnterp.components.eproperty import EProperty
-from nnterp.components.layouts import HeadOutputs, Keys, Pattern, Queries, Residual, Values
+from nnterp.components.layouts import CrossKeys, CrossValues, HeadOutputs, Keys, Pattern, Queries, Residual, Values
 from nnterp.components.locations import FIRST
 from nnterp.components.module_sizes import in_width, module_int, out_width
 from nnterp.components.standard import Standard
@@ -196,6 +196,30 @@ class Attention(Standard):
 
         The module's output, or wherever the family's block computes the term it adds. In-place edits and assignment
         reach the model.
+        """
+        return value
+
+
+class CrossAttention(Attention):
+    """Attention of the prompt's tokens to something else, an image's features: a block's ``cross_attn``.
+
+    Queries, head outputs and `attention_output` are the tokens'. Keys, values and the last axis of scores and pattern
+    run along what is attended to; nothing is causal there.
+    """
+
+    @EProperty(interface.INPUTS, "The keys of what is attended to", unavailable=lambda a: a.off_interface(), select=1)
+    def attention_keys(self, value: Tensor) -> CrossKeys:
+        """The keys, ``[batch, num_kv_heads, key, qk_head_dim]``, one for each position of what is attended to.
+
+        Before they are repeated for the query heads. They are computed once and kept in the cache: an in-place edit
+        stays there, an assignment acts on this call alone.
+        """
+        return value
+
+    @EProperty(interface.INPUTS, "The values of what is attended to", unavailable=lambda a: a.off_interface(), select=2)
+    def attention_values(self, value: Tensor) -> CrossValues:
+        """The values, ``[batch, num_kv_heads, key, head_dim]``, before they are repeated; otherwise as
+        `attention_keys`.
         """
         return value
 

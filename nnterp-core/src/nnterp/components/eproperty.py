@@ -72,6 +72,9 @@ class EProperty(eproperty):
     cast.
     """
 
+    #: What to say where a run ends without having come by the value, before what holds of any.
+    absent: str = ""
+
     def __init__(
         self,
         key: str | Callable[[Any], str] | None = None,
@@ -259,7 +262,8 @@ class EProperty(eproperty):
         try:
             return Mediator.value(location)
         except OutOfOrderError as error:  # the same one, by which nnsight knows the end of a loop over steps
-            error.args = (missed(f"{self.name} of {obj.path}", location),)
+            absent = self.absent or getattr(obj, "ABSENT", "")
+            error.args = (missed(f"{self.name} of {obj.path}", location, absent),)
             raise
 
     def _view(self, obj: Any, element: Any) -> Any:

@@ -30,7 +30,8 @@ class Layer(Standard):
     Attributes:
         returns_tuple: Whether the block returns ``(stream, something)``. Reads and writes find out by themselves; a
             skipped block, which returns nothing, is told here.
-        self_attn, linear_attn, mlp, input_layernorm, post_attention_layernorm: The block's modules, where it has them.
+        self_attn, cross_attn, linear_attn, mlp, input_layernorm, post_attention_layernorm: The block's modules, where
+            it has them.
     """
 
     returns_tuple: bool = False

@@ -48,6 +48,10 @@ Queries = Float[Tensor, f"{BATCH} {HEADS} {SEQ} {QK_HEAD_DIM}"]
 Keys = Float[Tensor, f"{BATCH} {KV_HEADS} {SEQ} {QK_HEAD_DIM}"]
 #: ``[batch, num_kv_heads, seq, head_dim]``.
 Values = Float[Tensor, f"{BATCH} {KV_HEADS} {SEQ} {HEAD_DIM}"]
+#: ``[batch, num_kv_heads, key, qk_head_dim]``: of what a cross-attention attends to, which are no tokens of the prompt.
+CrossKeys = Float[Tensor, f"{BATCH} {KV_HEADS} {KEY} {QK_HEAD_DIM}"]
+#: ``[batch, num_kv_heads, key, head_dim]``, likewise.
+CrossValues = Float[Tensor, f"{BATCH} {KV_HEADS} {KEY} {HEAD_DIM}"]
 #: One number per head and pair of tokens, ``[batch, num_heads, query, key]``.
 Pattern = Float[Tensor, f"{BATCH} {HEADS} {QUERY} {KEY}"]
 #: ``[batch, seq, num_heads, head_dim]``: sequence first again, as heads are concatenated.

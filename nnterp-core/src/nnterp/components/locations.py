@@ -145,13 +145,18 @@ def refuse_mixed_rows(described: Any, obj: Any, value: Any) -> None:
         )
 
 
-def missed(what: str, location: str) -> str:
-    """What to say of a value that the run, now at its end, did not come by after it was asked for."""
+def missed(what: str, location: str, absent: str = "") -> str:
+    """What to say of a value that the run, now at its end, did not come by after it was asked for.
+
+    ``absent`` says why a run may have none of it at all.
+    """
     if getcurrent().mediator().occurrence(location):
         return (
             f"{what} was asked for when the model had run past it: ask in the order of the forward, which "
             f"model.order() and model.rank() tell, or in an invoke of its own"
         )
+    if absent:
+        return f"{what} was not served in this run. {absent}"
     return (
         f"{what} was not served in this run, which never came to {location!r}: nothing inside a module that is skipped "
         f"or not called is served"

@@ -26,6 +26,7 @@ class ServingInterleaver(Interleaver):
         self.stale = True  # a Standard envoy was built or re-pointed since the last run
         self._bodies: list[tuple[State, Callable]] = []
         self.visits: dict[str, int] = {}  # `nnterp.components.taps.VISITS`
+        self.grids: dict[str, list] = {}  # `nnterp.components.vision.tower.GRIDS`
 
     def install(self) -> None:
         """Put every location in place, unless all are where the last run left them.
@@ -45,6 +46,7 @@ class ServingInterleaver(Interleaver):
     def __enter__(self) -> "ServingInterleaver":
         self.install()
         self.visits.clear()  # of another run, which may have had counts of its own
+        self.grids.clear()
         runs.start()
         entered = False
         try:

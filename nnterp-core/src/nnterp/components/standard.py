@@ -234,6 +234,7 @@ PARTS = ("self_attn", "linear_attn", "mlp")
 #: Names that some block has and another has not; asking for one that is missing is worth its own words.
 STANDARD_CHILDREN = (
     "self_attn",
+    "cross_attn",
     "linear_attn",
     "mlp",
     "input_layernorm",

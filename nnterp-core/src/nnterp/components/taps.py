@@ -131,7 +131,9 @@ def result(callee: str, occurrence: int = 0) -> Rule:
 
 
 def product(attribute: str, occurrence: int = 0) -> Rule:
-    """The ``occurrence``-th product with ``self.<attribute>``: a contribution scaled in the line that adds it."""
+    """The ``occurrence``-th product with ``self.<attribute>``, or with what a method of it returns (``.tanh()``): a
+    contribution scaled in the line that adds it.
+    """
 
     def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
         found = [
@@ -139,12 +141,19 @@ def product(attribute: str, occurrence: int = 0) -> Rule:
             for node in ast.walk(definition)
             if isinstance(node, ast.BinOp)
             and isinstance(node.op, ast.Mult)
-            and any(isinstance(side, ast.Attribute) and side.attr == attribute for side in (node.left, node.right))
+            and any(is_factor(side, attribute) for side in (node.left, node.right))
         ]
         found.sort(key=lambda node: (node.lineno, node.col_offset))
         replace(definition, name, nth(found, occurrence, f"a product with {attribute}", definition))
 
     return apply
+
+
+def is_factor(side: ast.expr, attribute: str) -> bool:
+    """Whether ``side`` is ``self.<attribute>`` or a method's result of it."""
+    if isinstance(side, ast.Call) and isinstance(side.func, ast.Attribute):
+        side = side.func.value
+    return isinstance(side, ast.Attribute) and side.attr == attribute
 
 
 def sum_of(left: str, right: str, occurrence: int = 0) -> Rule:
@@ -186,6 +195,17 @@ def assigned(
             if found and (before or after or -len(found) <= occurrence < len(found)):
                 return insert(body, found[0 if before or after else occurrence], definition, name, *names)
         raise CannotTap(f"no statement assigns {', '.join(names)} as expected in {definition.name}")
+
+    return apply
+
+
+def entering(expression: str) -> Rule:
+    """The value of ``expression``, of the arguments, when the forward begins; what is written to it has no effect."""
+
+    def apply(definition: ast.FunctionDef, name: str, natives: Mapping[str, str]) -> None:
+        first = definition.body[0]
+        value = served(definition, name, parsed(expression, first))
+        definition.body.insert(0, ast.copy_location(ServeExpr(value), first))
 
     return apply
 
@@ -290,6 +310,10 @@ class ServeCall(ast.Call):
     """A call of `serve`: nnsight's own instrumentation leaves it unnumbered."""
 
 
+class ServeExpr(ast.Expr):
+    """A served value that no variable holds."""
+
+
 class ServeAssign(ast.Assign):
     """An assignment of a served variable."""
 
@@ -339,6 +363,8 @@ class Numbered(Instrument):
 
     def visit_ServeAssign(self, node: ServeAssign) -> ast.AST:
         return node
+
+    visit_ServeExpr = visit_ServeAssign
 
 
 def tapped(function: Callable, rules: Mapping[str, Rule], natives: Mapping[str, str]) -> Callable:

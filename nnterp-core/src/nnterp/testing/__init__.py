@@ -31,6 +31,7 @@ MODULES = (
     "recurrent_states",
     "recurrent_writing",
     "running",
+    "vision",
     "writing",
 )
 
@@ -57,10 +58,13 @@ from nnterp.testing.recurrences import DeltaRule, ScalarDecay, Scan  # noqa: E40
 from nnterp.testing.recurrent import RecurrentSuite  # noqa: E402
 from nnterp.testing.recurrent_oracles import Recurrence  # noqa: E402
 from nnterp.testing.suite import FamilySuite  # noqa: E402
+from nnterp.testing.vision import VisionSuite  # noqa: E402
+from nnterp.testing.vision_facts import CLIP_BLOCK  # noqa: E402
 
 __all__ = [
     "BiasedMixtureSuite",
     "Block",
+    "CLIP_BLOCK",
     "Call",
     "DeltaRule",
     "FamilySuite",
@@ -76,6 +80,7 @@ __all__ = [
     "ScalarDecay",
     "Scan",
     "Site",
+    "VisionSuite",
     "WithSink",
     "Within",
     "WrittenOut",

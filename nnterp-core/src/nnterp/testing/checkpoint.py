@@ -25,8 +25,11 @@ CORPUS = (
 )
 
 
-def tokenizer() -> Any:
-    """A byte-level BPE tokenizer of `VOCAB` entries with an end and a padding token; it pads on the left."""
+def tokenizer(special: tuple[str, ...] = ()) -> Any:
+    """A byte-level BPE tokenizer of `VOCAB` entries with an end and a padding token; it pads on the left.
+
+    ``special`` are further tokens that are never split, with ids from 2 on.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +38,7 @@ def tokenizer() -> Any:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=[END, PAD],
+        special_tokens=[END, PAD, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

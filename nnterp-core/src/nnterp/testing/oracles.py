@@ -185,12 +185,14 @@ def run(
     block: Block | None = None,
     graph: bool = False,
     in_place: bool = False,
+    first: bool = False,
 ) -> Run:
     """Run ``call`` with every one of ``sites`` recorded, and edited by ``edits`` (at the ``at_call``-th call only,
     if given).
 
     ``sites`` maps a name to the bare module and the site. With ``graph`` the recorded tensors are the ones the model
-    used, and keep their gradients. With ``in_place`` an edit gets the model's own tensor.
+    used, and keep their gradients. With ``in_place`` an edit gets the model's own tensor. With ``first`` the hooks come
+    before those by which transformers records hidden states that a model then uses.
     """
     record = Recorder(edits or {}, at_call, graph, in_place)
     with ExitStack() as stack:
@@ -202,7 +204,7 @@ def run(
             elif isinstance(site, Within):
                 within.setdefault(module, {})[site.part] = name
             else:
-                stack.enter_context(hooked(model, module, site, name, record))
+                stack.enter_context(hooked(model, module, site, name, record, first))
         if inside:
             stack.enter_context(attention_replaced(model, inside, record, formula or Formula()))
         if within:
@@ -212,7 +214,9 @@ def run(
 
 
 @contextmanager
-def hooked(model: nn.Module, module: nn.Module, site: Site, name: Any, record: Recorder) -> Iterator[None]:
+def hooked(
+    model: nn.Module, module: nn.Module, site: Site, name: Any, record: Recorder, first: bool = False
+) -> Iterator[None]:
     def value(args: tuple, kwargs: dict, tensor: Tensor) -> Tensor:
         call = Call(module, args, kwargs, model)
         old = site.read(call, tensor)
@@ -240,7 +244,7 @@ def hooked(model: nn.Module, module: nn.Module, site: Site, name: Any, record: R
     if site.side == "input":
         handle = module.register_forward_pre_hook(before, with_kwargs=True)
     else:
-        handle = module.register_forward_hook(after, with_kwargs=True)
+        handle = module.register_forward_hook(after, with_kwargs=True, prepend=first)
     try:
         yield
     finally:
