@@ -97,6 +97,7 @@ class VisionFacts:
         BLOCK: The native path in a block of each standard path that differs.
         SITES: Where a value of a block is in the bare model, where the plain block's place does not hold.
         EXPECTED_UNAVAILABLE: Part of the reason by value, for each that no block has.
+        IMAGE_SIZES: Width and height of the two photographs, before the processor has them.
         FLAT: Whether the tower's own tensors have no axis of images.
         READ: The block whose output the projector reads, counted from the last: edits from there on reach the text.
         SCATTERED: Whether features take the place of tokens, so the first text block is called with them.
@@ -111,6 +112,7 @@ class VisionFacts:
     BLOCK: dict[str, str] = {}
     SITES: dict[str, Site | Inside] = {}
     EXPECTED_UNAVAILABLE: dict[str, str] = {}
+    IMAGE_SIZES: tuple[tuple[int, int], tuple[int, int]] = ((60, 40), (34, 50))
     FLAT: bool = False
     READ: int = -1
     SCATTERED: bool = True
@@ -147,8 +149,7 @@ class VisionFacts:
         from PIL import Image
 
         paths = checkpoints.photographs()
-        sizes = [(60, 40), (34, 50)]
-        return [Image.open(paths[i % 2]).convert("RGB").resize(sizes[i % 2]) for i in range(count)]
+        return [Image.open(paths[i % 2]).convert("RGB").resize(self.IMAGE_SIZES[i % 2]) for i in range(count)]
 
     def prompt(self, count: int = 1) -> str:
         """A prompt with ``count`` images."""
