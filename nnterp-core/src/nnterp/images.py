@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from nnterp.wrappers import multimodal
+
 #: What a call may give images as.
 IMAGES = ("images", "image")
 #: What a processor makes of them.
@@ -22,12 +24,12 @@ def check_prompts(model: Any, invokes: list[tuple]) -> None:
     """
     for inputs, named in invokes:
         images = next((named[name] for name in IMAGES if named.get(name) is not None), None)
-        if images is not None and getattr(model._module.config, "vision_config", None) is None:
+        if images is not None and not multimodal(model):
             raise ValueError(f"images= was given to a model of text alone ({type(model._module).__name__})")
         if images is not None and model.processor is None:
             raise ValueError(
-                "images= was given to a load of the text side, which has no processor: load the checkpoint with "
-                'task="image-text-to-text", or give a ready module processor='
+                f"images= was given to {type(model._module).__name__} in a load that no image reaches: load the "
+                f'checkpoint with task="image-text-to-text", or give a ready module its processor='
             )
         text = inputs[0] if inputs else named.get("text")
         prompts = [text] if isinstance(text, str) else text

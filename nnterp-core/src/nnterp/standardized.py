@@ -220,6 +220,6 @@ class StandardizedTransformer(Standardized, TransformersModel):
         return TransformersModel
 
     def __getattr__(self, name: str) -> Any:
-        if name in wrappers.IMAGE_SIDE and "_module" in self.__dict__ and hasattr(self._module.config, "vision_config"):
+        if name in wrappers.IMAGE_SIDE and wrappers.multimodal(self):
             wrappers.refuse_image_side(name, self)
         return super().__getattr__(name)

@@ -91,6 +91,14 @@ def _holds(module: nn.Module, parts: list[str]) -> bool:
     return any(_holds(child, parts[1:]) for child in first)
 
 
+def multimodal(model: Any) -> bool:
+    """Whether ``model``, once built, is of a multimodal checkpoint, with its image side or without."""
+    state = model.__dict__
+    if "_module" not in state:
+        return False
+    return state.get("overlay") is not None or hasattr(model._module.config, "vision_config")
+
+
 def refuse_image_side(name: str, model: Any) -> None:
     """Raise AttributeError for ``model.vision`` or ``model.projector`` of a wrapper that has none here, and say why."""
     kind = model._module.config.model_type

@@ -101,6 +101,7 @@ class VisionFacts:
         FLAT: Whether the tower's own tensors have no axis of images.
         READ: The block whose output the projector reads, counted from the last: edits from there on reach the text.
         SCATTERED: Whether features take the place of tokens, so the first text block is called with them.
+        TEXT_LOAD_HAS_TOWER: Whether a text-generation load builds the wrapper, and not its text model alone.
         FORMULA: The tower's attention written out, None where it is not one call over a row.
     """
 
@@ -116,6 +117,7 @@ class VisionFacts:
     FLAT: bool = False
     READ: int = -1
     SCATTERED: bool = True
+    TEXT_LOAD_HAS_TOWER: bool = True
     FORMULA: Formula | None = Formula()
 
     loaded: VisionCheckpoint
