@@ -248,20 +248,6 @@ def test_generate(wrapper, model):
     assert seen == [encoding["input_ids"].shape[1], 1, 1]
 
 
-@pytest.mark.parametrize("name", ["vision", "projector"])
-def test_the_image_side_without_an_overlay(wrapper, model, name, monkeypatch):
-    """It says which extra brings it where that is missing; where it is there, that it does not serve this wrapper."""
-    from nnterp import families
-
-    with pytest.raises(AttributeError, match=f"no model.{name}: .*{wrapper.bare.config.model_type}"):
-        getattr(model, name)
-    others = [plugin for plugin in families.plugins() if plugin.distribution != "nnterp-vision"]
-    monkeypatch.setattr(families, "plugins", lambda: others)
-    with pytest.raises(AttributeError, match=r"pip install 'nnterp\[vision\]'"):
-        getattr(model, name)
-    assert not hasattr(model, name)
-
-
 # -- what the kinds of wrapper do not show --------------------------------------------------------------------------
 
 
@@ -288,6 +274,22 @@ def test_a_head_inside_the_text_model():
         model.final_norm_output = torch.zeros_like(model.final_norm_output)
         logits = model.logits.save()
     assert not logits.any()
+
+
+@pytest.mark.parametrize("name", ["vision", "projector"])
+def test_the_image_side_without_an_overlay(name, monkeypatch):
+    """It says which extra brings it where that is missing; where it is there, that it does not serve this wrapper."""
+    from nnterp import families
+
+    config = AutoConfig.for_model("blip-2", **HEAD_INSIDE)
+    model = StandardizedTransformer(AutoModelForImageTextToText.from_config(config), tokenizer=checkpoint.tokenizer())
+    with pytest.raises(AttributeError, match=f"no model.{name}: .*blip-2"):
+        getattr(model, name)
+    others = [plugin for plugin in families.plugins() if plugin.distribution != "nnterp-vision"]
+    monkeypatch.setattr(families, "plugins", lambda: others)
+    with pytest.raises(AttributeError, match=r"pip install 'nnterp\[vision\]'"):
+        getattr(model, name)
+    assert not hasattr(model, name)
 
 
 def test_the_callers_names_are_paths_of_the_wrapper(tmp_path):
