@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nnterp.wrappers import multimodal
 
@@ -23,13 +25,18 @@ def check_prompts(model: Any, invokes: list[tuple]) -> None:
     Checked where text and images are given as such; chat messages hold their own images.
     """
     for inputs, named in invokes:
-        images = next((named[name] for name in IMAGES if named.get(name) is not None), None)
+        images = given(named)
         if images is not None and not multimodal(model):
             raise ValueError(f"images= was given to a model of text alone ({type(model._module).__name__})")
         if images is not None and model.processor is None:
             raise ValueError(
                 f"images= was given to {type(model._module).__name__} in a load that no image reaches: load the "
                 f'checkpoint with task="image-text-to-text", or give a ready module its processor='
+            )
+        if images is not None and len(invokes) > 1:
+            raise ValueError(
+                "one invoke of a trace can have images, and then no other a prompt: give it a list of prompts with a "
+                "list of images for each, or trace them one after the other"
             )
         text = inputs[0] if inputs else named.get("text")
         prompts = [text] if isinstance(text, str) else text
@@ -44,10 +51,36 @@ def check_prompts(model: Any, invokes: list[tuple]) -> None:
             )
 
 
+def encoded(model: Any, invokes: list[tuple]) -> list[tuple]:
+    """``invokes``, where several prompts of one have images what the processor makes of them, padded to one length.
+
+    nnsight 0.8.1 calls the processor without padding, which fails where the prompts differ in length.
+    """
+    return [
+        ((), _rows(model, inputs[0], named)) if inputs and _are(inputs[0], str) and given(named) is not None else each
+        for each in invokes
+        for inputs, named in [each]
+    ]
+
+
+def _rows(model: Any, prompts: list[str], named: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in named.items() if name not in IMAGES}
+    with unset_fake_temporarily():  # a scan: pixels are numpy's
+        encoding = model.processor(text=prompts, images=given(named), padding=True, return_tensors="pt")
+    return {**encoding, **rest}
+
+
+def given(named: Mapping[str, Any]) -> Any:
+    """The images that a call is given, or None."""
+    return next((named[name] for name in IMAGES if named.get(name) is not None), None)
+
+
 def check_inputs(model: Any, named: Mapping[str, Any]) -> None:
     """Raise ValueError where what the model is called with has image tokens and no image, or an image and no tokens."""
     vision, ids = model.__dict__.get("vision"), named.get("input_ids")
     if vision is None or not isinstance(ids, Tensor) or named.get("inputs_embeds") is not None:
+        return
+    if detect_fake_mode() is not None:  # a scan: shapes, in which no token can be looked for
         return
     tokens, given = int((ids == vision.image_token_id).sum()), named.get(PIXELS) is not None
     if tokens and not given:

@@ -211,7 +211,7 @@ class StandardizedTransformer(Standardized, TransformersModel):
     def _batch(self, invokes: list, fn: Any) -> tuple:
         loading.refuse_text_without_tokenizer(self, invokes)
         images.check_prompts(self, invokes)
-        inputs, named = super()._batch(invokes, fn)
+        inputs, named = super()._batch(images.encoded(self, invokes), fn)
         images.check_inputs(self, named)
         return inputs, named
 

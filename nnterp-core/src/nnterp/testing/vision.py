@@ -319,6 +319,22 @@ class VisionSuite(VisionFacts):
             assert_close(logits, self.bare(**self.inputs(0)).logits)
         assert mask.shape == ids.shape
 
+    def test_prompts_of_other_lengths(self):
+        """Two prompts with an image each, padded: every row is what its prompt gives alone."""
+        model, images = self.model, self.images(2)
+        prompts = [f"The quick {self.IMAGE} brown fox", f"A {self.IMAGE} dog"]
+        with torch.no_grad(), model.trace(prompts, images=[[image] for image in images]):
+            mask = model.vision.image_token_mask.save()
+            features = model.vision.image_features.save()
+            entering = model.layers[0].layer_input.save()
+            last = model.logits[:, -1].save()
+        if self.SCATTERED:
+            assert_same(entering[mask], features)
+        for row, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
+            with torch.no_grad(), model.trace(prompt, images=[image]):
+                alone = model.logits[:, -1].save()
+            self.assert_logits(last[row : row + 1], alone)
+
     def test_generate(self):
         model, steps = self.model, 3
         with torch.no_grad():
@@ -344,6 +360,15 @@ class VisionSuite(VisionFacts):
         model = self.model
         with mistake(ValueError, "image"), model.trace("The quick brown fox", images=self.images()):  # here
             model.logits.save()
+        self.runs()
+
+    def test_two_invokes(self):
+        model = self.model
+        with mistake(ValueError, "one invoke"), model.trace() as tracer:  # here
+            with tracer.invoke(self.prompt(), images=self.images()):
+                model.logits.save()
+            with tracer.invoke("The quick"):
+                model.logits.save()
         self.runs()
 
     def test_a_place_without_an_image(self):
