@@ -17,6 +17,7 @@ import pytest
 #: The modules whose assertions pytest explains.
 MODULES = (
     "biased",
+    "block_kinds",
     "comparing",
     "formulas",
     "gates",
@@ -38,6 +39,7 @@ MODULES = (
 pytest.register_assert_rewrite(*(f"nnterp.testing.{name}" for name in MODULES))
 
 from nnterp.testing.biased import BiasedMixtureSuite  # noqa: E402
+from nnterp.testing.block_kinds import BlockKinds  # noqa: E402
 from nnterp.testing.gates import GatedQueries, GatedSharedExpert  # noqa: E402
 from nnterp.testing.mistakes import mistake  # noqa: E402
 from nnterp.testing.mixture_oracles import Loop, WrittenOut, gated_expert, interleaved_expert  # noqa: E402
@@ -64,6 +66,7 @@ from nnterp.testing.vision_facts import CLIP_BLOCK  # noqa: E402
 __all__ = [
     "BiasedMixtureSuite",
     "Block",
+    "BlockKinds",
     "CLIP_BLOCK",
     "Call",
     "DeltaRule",

@@ -78,6 +78,7 @@ class Facts:
         FORMULA: The attention written out (`oracles.Formula`), None where the module does not call transformers'
             interface.
         BLOCK: The block written out (`oracles.Block`), where a value lies between its modules' calls (`Within`).
+        CHECKPOINT: How the tiny checkpoint is built and loaded (`checkpoint.Checkpoint`, or a subclass of it).
     """
 
     FAMILY: ClassVar[Any]
@@ -100,6 +101,7 @@ class Facts:
     MLP_WIDTH_KEY: str | None = None
     FORMULA: Formula | None = Formula()
     BLOCK: Block | None = None
+    CHECKPOINT: type[Checkpoint] = Checkpoint
 
     #: Set for each test from the layout it runs on.
     loaded: Checkpoint
@@ -139,7 +141,7 @@ class Facts:
         key = (type(self), name)
         if key not in _checkpoints:
             directory = tmp_path_factory.mktemp(f"{type(self).__name__}-{name}")
-            _checkpoints[key] = Checkpoint(self, name, directory)
+            _checkpoints[key] = self.CHECKPOINT(self, name, directory)
         self.loaded = _checkpoints[key]
         self.layout_name = name
         return name

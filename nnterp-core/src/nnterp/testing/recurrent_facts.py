@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nnterp
 from nnterp.testing import oracles
-from nnterp.testing.facts import Facts
+from nnterp.testing.block_kinds import BlockKinds
 from nnterp.testing.oracles import Edit, Run, Site, Within
 from nnterp.testing.recurrent_oracles import ENTERING, AtKernels, Recurrence
 
@@ -19,17 +19,13 @@ from nnterp.testing.recurrent_oracles import ENTERING, AtKernels, Recurrence
 PLAIN = (*ENTERING, "attention_head_outputs", "attention_output")
 
 
-class RecurrentFacts(Facts):
-    """The facts of a family with a recurrent mixer; a layout can replace each.
+class RecurrentFacts(BlockKinds):
+    """The facts of a family with a recurrent mixer, beside those of `BlockKinds`; a layout can replace each.
 
     Attributes:
         RECURRENCE: The kind of recurrence (`nnterp.testing.recurrences`): ``DeltaRule()``, ``Scan()``,
             ``ScalarDecay()``, or a `Recurrence` of the family's own.
         MIXER: The standard path of the mixer in its block.
-        BLOCKS: Which blocks have a module, by its standard name, or serve a value of the block, where not every one
-            does: ``{"linear_attn": (0, 2), "self_attn": (1, 3)}``; ``()`` for what none has.
-        ELSEWHERE: Part of the reason on the blocks that do not serve a value of `BLOCKS`, where that is not a missing
-            module.
         MIXER_WIDTH_KEYS: The config key of each size of the mixer.
         CONVOLUTION: What the convolutions of the tiny checkpoint are multiplied by.
         A_LOG: The first and the last head's ``A_log`` in it, where transformers' leave no state behind for a token.
@@ -39,8 +35,6 @@ class RecurrentFacts(Facts):
 
     RECURRENCE: Recurrence
     MIXER: str = "linear_attn"
-    BLOCKS: dict[str, tuple[int, ...]] = {}
-    ELSEWHERE: dict[str, str] = {}
     MIXER_WIDTH_KEYS: dict[str, str] = {}
     CONVOLUTION: float = 5
     A_LOG: tuple[float, float] | None = None
@@ -50,14 +44,11 @@ class RecurrentFacts(Facts):
     # -- what FamilySuite asks ----------------------------------------------------------------------------------------
 
     @pytest.fixture(autouse=True)
-    def block_of_the_value(self, layout: str, request: Any) -> None:
-        """A test that takes a value tries its edits on a block that has it."""
+    def recurrence_of_the_layout(self, layout: str) -> None:
+        """What the recurrence says of the block written out, and of values that are views."""
         self.BLOCK = self.BLOCK or AtKernels(self.RECURRENCE)
         refused = [f"{self.MIXER}.{name}" for name in self.RECURRENCE.REFUSES_IN_PLACE]
         self.REFUSES_IN_PLACE = (*self.REFUSES_IN_PLACE, *refused)
-        value = request.node.callspec.params.get("value")
-        if value is not None:
-            self.EDITED = self.block_of(value)
 
     def prepare(self, model: nn.Module) -> None:
         """Convolutions as strong as a trained one's: weak, they leave a state so small that nothing after shows it."""
@@ -73,34 +64,15 @@ class RecurrentFacts(Facts):
         return {**super().roles(), cls.MIXER: cls.RECURRENCE.COMPONENT}
 
     @classmethod
-    def has(cls, layout: str, value: str) -> bool:
-        blocks = cls.facts_of(layout).get("BLOCKS", cls.BLOCKS)
-        where = blocks.get(value, blocks.get(value.rpartition(".")[0]))
-        return where != () and super().has(layout, value)
-
-    @classmethod
     def all_values(cls) -> list[str]:
         without = (*cls.RECURRENCE.READ_ONLY, *cls.RECURRENCE.UNAVAILABLE)
         served = [name for name in PLAIN if name not in without]
         values = [value.rpartition(".") for value in super().all_values()]
         return [host + dot + name for host, dot, name in values if host != cls.MIXER or name in served]
 
-    def on(self, value: str, layer: int) -> bool:
-        where = self.BLOCKS.get(value, self.BLOCKS.get(value.rpartition(".")[0] or value))
-        return (where is None or layer in where) and super().on(value, layer)
-
-    def block_of(self, value: str) -> int:
-        layers = [layer for layer in (self.EDITED, *self.blocks) if self.on(value, layer)]
-        return layers[0] if layers else self.EDITED
-
-    def kind(self, host: str, layer: int) -> type | None:
-        return super().kind(host, layer) if not host or self.on(host, layer) else None
-
     def expected_reason(self, value: str, layer: int) -> str | None:
         host, _, name = value.rpartition(".")
-        if not self.on(value, layer):
-            return self.ELSEWHERE.get(value, f"no {host} module" if host else "")
-        if host == self.MIXER and name in self.RECURRENCE.UNAVAILABLE:
+        if self.on(value, layer) and host == self.MIXER and name in self.RECURRENCE.UNAVAILABLE:
             return self.RECURRENCE.UNAVAILABLE[name]
         return super().expected_reason(value, layer)
 
@@ -124,12 +96,8 @@ class RecurrentFacts(Facts):
         found = [f"{self.MIXER}.attention_output", *super().contributions()]
         return [value for value in found if self.has(self.layout_name, value)]
 
-    def mid_sum(self, block_values: Callable[[str], Tensor]) -> Tensor:
-        before = [value for value in self.contributions() if not value.startswith("mlp")]
-        return sum(block_values(part) for part in before) + block_values("layer_input")
-
-    def mixers(self, layer: int) -> list[str]:
-        return [host for host in (*self.ATTENTIONS, self.MIXER) if self.on(host, layer)]
+    def all_mixers(self) -> list[str]:
+        return [*super().all_mixers(), self.MIXER]
 
     # -- the mixers ---------------------------------------------------------------------------------------------------
 
