@@ -19,7 +19,7 @@ from nnsight.intervention.source import SourceNotAvailable
 
 from nnterp.components.eproperty import DerivedEProperty, Unavailable
 from nnterp.components.standard import Standard, hosts_of
-from nnterp.probing import shapes_only, token_ids, untouched
+from nnterp.probing import call, shapes_only, untouched
 
 #: By block, or None for the root: the place of each available value, by name. A place is how many locations the run had
 #: served before; None where it never came by.
@@ -140,8 +140,9 @@ def _run(model: Any, start: Callable) -> Places:
         for name, (host, value) in found.items():
             wait = isinstance(value, DerivedEProperty) or value.inside_forward(host)
             (in_the_run if wait else known).append((places[layer], name, host, value))
+    ids, further = call(model)
     with untouched(model) as counts, start() as tracer:
-        with tracer.invoke(token_ids(model)):
+        with tracer.invoke(ids, **further):
             pass
         for found, name, host, value in in_the_run:
             with tracer.invoke():

@@ -22,6 +22,15 @@ def token_ids(model: Any) -> Tensor:
     return torch.arange(1, ROWS * TOKENS + 1).reshape(ROWS, TOKENS) % model.vocab_size
 
 
+def call(model: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Token ids, and what the model is called with beside them for every block to run.
+
+    A family some of whose blocks run in some calls only says with what they do: ``def probe_inputs(model, rows)``.
+    """
+    ids, further = token_ids(model), getattr(model.family, "probe_inputs", None)
+    return ids, {} if further is None else further(model, len(ids))
+
+
 @contextmanager
 def untouched(model: Any) -> Iterator[dict[str, int]]:
     """A run without the model's edits, its forwards put back as they are now.

@@ -89,6 +89,11 @@ class Standardized(Standard):
         return self._blocks_with("self_attn")
 
     @property
+    def cross_attention_layers(self) -> list[int]:
+        """Indices of the blocks that attend to an image (``cross_attn``)."""
+        return self._blocks_with("cross_attn")
+
+    @property
     def linear_attention_layers(self) -> list[int]:
         """Indices of the blocks with a recurrent mixer (``linear_attn``)."""
         return self._blocks_with("linear_attn")
