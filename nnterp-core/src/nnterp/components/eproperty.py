@@ -247,7 +247,7 @@ class EProperty(eproperty):
             element = raw if alone else self._pick(obj, raw)
             value = self._view(obj, element)
             if obj.interleaver.batcher is not None:
-                refuse_mixed_rows(self, obj, value)
+                self._check_rows(obj, value)
             if value is not element or hasattr(element, ROWS_OF_A_BATCH):
                 gradient_in_base(value)
             if self._transform is not None:
@@ -268,6 +268,10 @@ class EProperty(eproperty):
 
     def _view(self, obj: Any, element: Any) -> Any:
         return element if self._preprocess is None else self._preprocess(obj, element)
+
+    def _check_rows(self, obj: Any, value: Any) -> None:
+        """Raise ValueError where ``value`` has other rows than those of the invoke that asks."""
+        refuse_mixed_rows(self, obj, value)
 
     def _write_back(self, obj: Any, view: Any, raw: Any) -> Any:
         return self._pack(obj, raw, self._transform(obj, view, self._pick(obj, raw)))
@@ -297,7 +301,7 @@ class EProperty(eproperty):
         location = self._in_this_run(obj)
         raw = self._served(obj, location)
         replaced = self._view(obj, self._pick(obj, raw))
-        refuse_mixed_rows(self, obj, replaced)
+        self._check_rows(obj, replaced)
         self.check(obj, value, replaced)
         if self._postprocess is not None:
             value = self._postprocess(obj, value)

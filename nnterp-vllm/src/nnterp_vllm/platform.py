@@ -1,0 +1,31 @@
+"""What an engine on a machine without a GPU needs before it is built."""
+
+import torch
+
+#: The worker of an engine on the CPU, by import path.
+CPU_WORKER = "nnterp_vllm.cpu.Worker"
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM is one for CPUs."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def prepare_cpu() -> None:
+    """Let the tree of a model be built without an accelerator and without weights.
+
+    vLLM's loader asks for an accelerator's stream, and packs the weights of a mixture by an operation that has no
+    implementation on the meta device (vLLM 0.32).
+    """
+    from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+    _set_torch_accelerator_to_noop()
+    name = "prepack_moe_weight"
+    if hasattr(torch.ops._C, name) and f"_C::{name}" not in _faked:
+        _faked.add(f"_C::{name}")
+        torch.library.register_fake(f"_C::{name}")(lambda *args, **kwargs: None)
+
+
+_faked: set[str] = set()

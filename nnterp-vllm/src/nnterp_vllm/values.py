@@ -1,0 +1,140 @@
+"""Standard values on the engine's tensors: one unpadded sequence, handed out as a private copy with a batch axis of 1.
+
+vLLM runs all requests of a step as one run of tokens, ``[tokens, width]``, and nnsight serves each request its own. Its
+kernels write into the buffers they read, so what is handed to a block is a copy, and goes back when the block moves on:
+in-place edits land as an assignment does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnterp.components.eproperty import EProperty
+from nnterp.components.layouts import HEADS, KV_HEADS
+
+#: Where the two halves of a stream are among the arguments of a block: position and keyword.
+Halves = tuple[tuple[int, str], tuple[int, str]]
+
+
+class Flat(EProperty):
+    """A value of an engine's module, whose tensor is ``[tokens, width]`` (``[1, tokens, width]`` in a module that
+    transformers wrote), with heads apart where the layout says so.
+
+    Args:
+        read_only: Why it cannot be written, for the AttributeError that an assignment raises.
+    """
+
+    def __init__(self, *args: Any, read_only: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.read_only = read_only
+        if read_only is None:
+            self._transform = _as_it_is
+
+    #: The function that defines the value, where that is another component's.
+    defined: Callable | None = None
+
+    @property
+    def _annotated(self) -> Callable | None:
+        return self.defined or self._preprocess
+
+    def _check_rows(self, obj: Any, value: Any) -> None:
+        """A request's tokens are its own: its batch axis is always 1."""
+
+    def _view(self, obj: Any, element: Any) -> Any:
+        if not isinstance(element, Tensor):
+            return EProperty._view(self, obj, element)
+        served = element if self._batched(element) else element.unsqueeze(0)
+        count = self._heads(obj)
+        if count is not None:
+            served = served.unflatten(-1, (count, -1))
+            served = served.transpose(1, 2) if self.dims[1] in (HEADS, KV_HEADS) else served
+        return EProperty._view(self, obj, served.clone(memory_format=torch.contiguous_format))
+
+    def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
+        element = self._pick(obj, raw)
+        if self._heads(obj) is not None:
+            value = value.transpose(1, 2) if self.dims[1] in (HEADS, KV_HEADS) else value
+            value = value.flatten(-2)
+        return EProperty._pack(self, obj, raw, value.reshape(element.shape))
+
+    def _batched(self, element: Tensor) -> bool:
+        return element.dim() == 3 and element.shape[0] == 1
+
+    def _heads(self, obj: Any) -> int | None:
+        """How many heads the last axis of the tensor is split into, None where the layout has none."""
+        axis = next((axis for axis in (HEADS, KV_HEADS) if axis in (self.dims or ())), None)
+        return None if axis is None else getattr(obj, axis)
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        if self.read_only is not None:
+            raise AttributeError(f"{self.name} of {obj.path} is read-only on this engine: {self.read_only}")
+        super().__set__(obj, value)
+
+
+def _as_it_is(envoy: Any, view: Any, element: Any) -> Any:
+    return view
+
+
+class Stream(Flat):
+    """The residual stream, which fused blocks hand on in two halves: what was added last, and the rest.
+
+    Read as their sum. Written, the rest is the value and the other half zero, which sums to the value exactly.
+
+    Args:
+        halves: The attribute of the host that says where they are among the arguments of what `key` leads to.
+    """
+
+    def __init__(self, *args: Any, halves: str = "HALVES", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.halves = halves
+
+    def _halves(self, obj: Any, raw: Any) -> tuple[Tensor, Tensor | None]:
+        """The two halves in ``raw``; the second None where it is handed on whole."""
+        if isinstance(raw, Tensor):
+            return raw, None
+        if not self._of_inputs(raw):
+            return raw[0], raw[1] if len(raw) > 1 and isinstance(raw[1], Tensor) and obj.FUSED else None
+        args, kwargs = raw
+        found = []
+        for index, keyword in getattr(obj, self.halves):
+            found.append(args[index] if index < len(args) else kwargs.get(keyword))
+        return found[0], found[1] if obj.FUSED else None
+
+    @staticmethod
+    def _of_inputs(raw: Any) -> bool:
+        return len(raw) == 2 and isinstance(raw[0], tuple) and isinstance(raw[1], dict)
+
+    def _pick(self, obj: Any, raw: Any) -> Any:
+        added, rest = self._halves(obj, raw)
+        return added if rest is None else added + rest
+
+    def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
+        added, rest = self._halves(obj, raw)
+        value = value.reshape(added.shape)
+        new = (value, None) if rest is None else (torch.zeros_like(added), value)
+        if isinstance(raw, Tensor):
+            return value
+        if not self._of_inputs(raw):
+            return (new[0], *((new[1],) if rest is not None else raw[1:2]), *raw[2:])
+        args, kwargs = list(raw[0]), dict(raw[1])
+        for (index, keyword), half, old in zip(getattr(obj, self.halves), new, (added, rest), strict=True):
+            if old is None:
+                continue
+            if index < len(args):
+                args[index] = half
+            else:
+                kwargs[keyword] = half
+        return tuple(args), kwargs
+
+
+def on_engine(value: EProperty, key: str | Callable = ..., kind: type = Flat, **place: Any) -> EProperty:
+    """``value`` of a transformers component, as the engine's tensors have it; at another place where one is given."""
+    options = {name: place.pop(name) for name in ("read_only", "halves") if name in place}
+    moved, flat = value.at(key, **place), kind(**options)
+    own = {name: vars(flat)[name] for name in ("_transform", "read_only", "halves") if name in vars(flat)}
+    vars(flat).update(vars(moved))
+    # Read off the original, which says what it is; how it is laid out here is this class's.
+    vars(flat).update(own, _layout=moved.layout, defined=moved._annotated, _preprocess=None, _postprocess=None)
+    return flat
