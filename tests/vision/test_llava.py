@@ -1,6 +1,8 @@
-"""LLaVA with each of its towers."""
+"""LLaVA with CLIP's tower and with SigLIP's."""
 
 from nnterp.testing import CLIP_BLOCK, VisionSuite
+from nnterp.testing.comparing import assert_same
+from nnterp.testing.edits import moved
 
 TEXT = {
     "hidden_size": 32,
@@ -48,3 +50,32 @@ class TestClip(VisionSuite):
         return LlavaProcessor(
             images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
         )
+
+
+class TestSiglip(TestClip):
+    """LLaVA-Interleave: the last block before the tower's norm, every patch a feature."""
+
+    FAMILY = "qwen2"
+    CONFIG = {
+        "model_type": "llava",
+        "image_token_index": 2,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+        "text_config": {"model_type": "qwen2", **TEXT},
+    }
+    READ = -1
+
+    def processor(self, tokenizer):
+        from transformers import LlavaProcessor
+        from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+        images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+        return LlavaProcessor(
+            images, tokenizer, patch_size=4, vision_feature_select_strategy="full", num_additional_image_tokens=0
+        )
+
+    def test_the_norm_is_behind_what_the_projector_reads(self):
+        """``tower_output`` is normed, and an edit of it does not come to the text."""
+        got = self.traced_edit("tower_output", moved, in_place=False)
+        assert_same(got["image_features"], self.everything()["image_features"])

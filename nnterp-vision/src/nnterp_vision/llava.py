@@ -3,8 +3,12 @@
 from transformers.models.llava import modeling_llava as modeling
 
 from nnterp import components
-from nnterp_vision.towers import clip, siglip
+from nnterp_vision.towers import clip, pixtral, siglip
 
-RENAME = {**clip.names("model.vision_tower"), "model.multi_modal_projector": "projector"}
+RENAME = {
+    **clip.names("model.vision_tower"),
+    **pixtral.names("model.vision_tower"),
+    "model.multi_modal_projector": "projector",
+}
 
-ENVOYS = {**clip.ENVOYS, **siglip.ENVOYS, modeling.LlavaModel: components.ImageScatter}
+ENVOYS = {**clip.ENVOYS, **siglip.ENVOYS, **pixtral.ENVOYS, modeling.LlavaModel: components.ImageScatter}

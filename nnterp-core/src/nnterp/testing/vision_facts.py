@@ -54,14 +54,17 @@ class VisionCheckpoint:
     def __init__(self, suite: Any, directory: Any) -> None:
         self.config = checkpoint.config(**suite.CONFIG)
         self.directory = checkpoint.save(self.config, directory, suite.prepare)
-        tokenizer = checkpoint.tokenizer(suite.SPECIAL)
-        suite.processor(tokenizer).save_pretrained(directory)
+        self.own_processor = suite.processor(checkpoint.tokenizer(suite.SPECIAL))
+        self.own_processor.save_pretrained(directory)
+        self.given = {} if suite.PROCESSOR_LOADS else {"processor": self.own_processor}
         self.read: dict[int, dict] = {}
 
     def load(self, **options: Any) -> Any:
         from nnterp import StandardizedTransformer
 
-        options = {"task": "image-text-to-text", "attn_implementation": "eager", "dispatch": True, **options}
+        task = options.get("task", "image-text-to-text")
+        given = self.given if task == "image-text-to-text" else {}
+        options = {"task": task, "attn_implementation": "eager", "dispatch": True, **given, **options}
         return StandardizedTransformer(str(self.directory), **options)
 
     def load_bare(self) -> Any:
@@ -80,6 +83,8 @@ class VisionCheckpoint:
     def bare_processor(self) -> Any:
         from transformers import AutoProcessor
 
+        if self.given:
+            return self.own_processor
         return AutoProcessor.from_pretrained(self.directory)
 
 
@@ -101,6 +106,7 @@ class VisionFacts:
         FLAT: Whether the tower's own tensors have no axis of images.
         READ: The block whose output the projector reads, counted from the last: edits from there on reach the text.
         SCATTERED: Whether features take the place of tokens, so the first text block is called with them.
+        PROCESSOR_LOADS: Whether transformers can load the processor here; else the one of `processor` is handed over.
         TEXT_LOAD_HAS_TOWER: Whether a text-generation load builds the wrapper, and not its text model alone.
         FORMULA: The tower's attention written out, None where it is not one call over a row.
     """
@@ -117,6 +123,7 @@ class VisionFacts:
     FLAT: bool = False
     READ: int = -1
     SCATTERED: bool = True
+    PROCESSOR_LOADS: bool = True
     TEXT_LOAD_HAS_TOWER: bool = True
     FORMULA: Formula | None = Formula()
 
