@@ -1,6 +1,9 @@
 """LLaVA with CLIP's tower and with SigLIP's."""
 
-from nnterp.testing import CLIP_BLOCK, VisionSuite
+import torch
+
+from nnterp import Unavailable
+from nnterp.testing import CLIP_BLOCK, VisionSuite, mistake
 from nnterp.testing.comparing import assert_same
 from nnterp.testing.edits import moved
 
@@ -79,3 +82,9 @@ class TestSiglip(TestClip):
         """``tower_output`` is normed, and an edit of it does not come to the text."""
         got = self.traced_edit("tower_output", moved, in_place=False)
         assert_same(got["image_features"], self.everything()["image_features"])
+
+    def test_no_values_in_the_head_that_pools(self):
+        model = self.model
+        assert self.bare.get_submodule("model.vision_tower.head.mlp") is not None
+        with mistake(Unavailable, "head"), torch.no_grad(), model.trace(self.prompt(), images=self.images()):
+            model.vision.head.mlp.mlp_output.save()  # here

@@ -66,10 +66,12 @@ class TestMllama(VisionSuite):
         images = MllamaImageProcessorPil(size={"height": 16, "width": 16}, max_image_tiles=3)
         return MllamaProcessor(images, tokenizer)
 
+    def last_of_tower(self):
+        """The last of the blocks whose contributions are gated."""
+        return self.bare.get_submodule("model.vision_model.global_transformer.layers")[-1]
+
     def test_tower_output(self):
-        """What leaves the last of the blocks whose contributions are gated."""
-        blocks = self.bare.get_submodule("model.vision_model.global_transformer.layers")
-        bare = self.bare_run(more={"last": (blocks[-1], Site(""))})
+        bare = self.bare_run(more={"last": (self.last_of_tower(), Site(""))})
         assert_same(self.everything()["tower_output"], bare["last"])
 
     def test_gated_blocks(self):

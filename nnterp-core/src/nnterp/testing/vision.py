@@ -167,6 +167,22 @@ class VisionSuite(VisionFacts):
         norm = self.final_norm()
         assert_close(read["tower_output"], last if norm is None else norm(last).detach())
 
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_tower_output_written(self, in_place):
+        """It comes as far as the same edit by a torch hook does: not at all where the projector reads another block."""
+        got = self.traced_edit("tower_output", moved, in_place)
+
+        def native(tensor: Tensor) -> Tensor:
+            return moved(self.shaped("", tensor)).reshape(tensor.shape)
+
+        bare = self.bare_run(more={"tower_output": (self.last_of_tower(), Site(""))}, edits={"tower_output": native})
+        assert_close(got["text_input"], bare["text_input"], ulps=ULPS_AFTER_MODEL)
+        self.assert_logits(got["logits"], bare.output.logits)
+
+    def last_of_tower(self) -> Any:
+        """The bare module whose output is ``tower_output``."""
+        return self.final_norm() or self.native(self.tower_layers[-1], "")
+
     def final_norm(self) -> Any:
         """The bare norm over the patches behind the last block, or None."""
         name = self.model.vision.NORM

@@ -20,7 +20,13 @@ class Attention(components.VisionAttention):
 
 
 class Mlp(components.VisionMlp):
-    """SigLIP's feed-forward."""
+    """SigLIP's feed-forward, of a block or of the head that pools an image to one vector."""
+
+    @property
+    def refused(self) -> dict[str, str]:
+        if isinstance(self.parent, Layer):
+            return super().refused
+        return dict.fromkeys(self.values(), "it is in the head that pools an image to one vector, which no text reads")
 
 
 ENVOYS = {
