@@ -1,8 +1,8 @@
 """nnsight's worker and model runner on vLLM's CPU backend.
 
-nnsight 0.8.1 instruments vLLM's GPU runner alone. vLLM's CPU runner is made from that one, so nnsight's additions go over
-it as they are; the worker is vLLM's, which then gives its runner this class. Both are named by import path and imported
-in the engine's own process.
+nnsight 0.8.1 instruments vLLM's GPU runner alone. vLLM's CPU runner is made from that one, so nnsight's additions go
+over it as they are; the worker is vLLM's, which then gives its runner this class. Both are named by import path and
+imported in the engine's own process.
 """
 
 import vllm.v1.worker.cpu.shm  # noqa: F401  before vLLM's CPU worker, which needs what it sets up

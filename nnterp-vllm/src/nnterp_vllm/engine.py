@@ -13,9 +13,14 @@ from nnterp.components.layouts import Logits, NextTokenProbs, Residual, Tokens
 from nnterp.components.locations import FIRST
 from nnterp.components.standard import Blocks
 from nnterp.root import Standardized
+from nnterp.shipped import module_name
 from nnterp.sizes import StandardizedCapability
-from nnterp_vllm import platform
+from nnterp_vllm import backend, platform
+from nnterp_vllm.components import OnEngine
 from nnterp_vllm.values import Flat
+
+#: What families are looked up for.
+ENGINE = "vllm"
 
 
 def _next_token_probs(model: "StandardizedVLLM") -> NextTokenProbs:
@@ -28,11 +33,11 @@ def _input_size(model: "StandardizedVLLM") -> Size:
     return model.input_ids.shape
 
 
-class StandardizedVLLM(Standardized, VLLM):
+class StandardizedVLLM(OnEngine, Standardized, VLLM):
     """A decoder-only transformer on the vLLM engine whose modules and values answer to the standard names.
 
-    `StandardizedTransformer`'s counterpart over nnsight's `VLLM`: the same names, values, layouts and methods, on vLLM's
-    own modules. It is nnsight's `VLLM` otherwise, with vLLM's defaults: a trace is a generation request
+    `StandardizedTransformer`'s counterpart over nnsight's `VLLM`: the same names, values, layouts and methods, on
+    vLLM's own modules. It is nnsight's `VLLM` otherwise, with vLLM's defaults: a trace is a generation request
     (``max_tokens=16``, ``temperature=1.0``), one prompt an invoke, sampling settings on ``trace`` or ``invoke``, and a
     block runs in the engine's worker, where nnterp has to be importable.
 
@@ -125,9 +130,15 @@ class StandardizedVLLM(Standardized, VLLM):
         """Logits of a residual-stream tensor ``[..., hidden_size]``, inside a trace: the final norm, then vLLM's logits
         processor with the head's weight, which caps and scales where the model does.
         """
-        flat = self.norm._module(hidden.flatten(0, -2))
-        head = self.lm_head._module if "lm_head" in self.__dict__ else self.embed_tokens._module
-        logits = self._module.logits_processor(head, flat)
+        return self.head_logits(self.norm(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1]))
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of ``[..., hidden_size]`` as the final norm returns it, inside a trace, as vLLM computes its own."""
+        interleaving, self.interleaver.interleaving = self.interleaver.interleaving, False
+        try:
+            logits = self._module.compute_logits(hidden.flatten(0, -2))
+        finally:
+            self.interleaver.interleaving = interleaving
         return logits.unflatten(0, hidden.shape[:-1])
 
     def order(self, layer: int | None = None) -> dict[str, int]:
@@ -140,9 +151,27 @@ class StandardizedVLLM(Standardized, VLLM):
 
 
 def resolve_family(repo_id: str, family: Any, kwargs: dict) -> Any:
-    """The family of this load on vLLM: the one passed, else the one of the config's ``model_type``."""
+    """The family of this load on vLLM: the one passed, else the one of the config's ``model_type``.
+
+    Where vLLM runs the checkpoint through transformers' modules, a family of transformers serves it.
+    """
     if family is not None:
         return loading.with_maps(family, "family= takes")
-    config = loading.read_config(repo_id, kwargs)
-    model_type = (getattr(config, "text_config", None) or config).model_type
-    return loading.with_maps(families.lookup(model_type, engine="vllm"), f"the family of {model_type!r} is")
+    config = loading.read_config(repo_id, kwargs).get_text_config()
+    model_type = config.model_type
+    what = f"the family of {model_type!r} is"
+    if platform.through_transformers(repo_id, kwargs) and on_transformers_alone(model_type):
+        return backend.of_transformers(loading.with_maps(families.lookup(model_type), what), config)
+    return loading.with_maps(families.lookup(model_type, engine=ENGINE), what)
+
+
+def on_transformers_alone(model_type: str) -> bool:
+    """Whether a family of transformers serves the type, and nothing that was written for the engine's backend does."""
+    name = module_name(model_type)
+    if f"{ENGINE}.{model_type}" in families.REGISTRY or (
+        model_type not in families.REGISTRY and name not in families.known()
+    ):
+        return False
+    families.known(ENGINE)  # has every plugin say what it serves there
+    others = [plugin for plugin in families.plugins() if plugin.distribution != "nnterp-vllm"]
+    return not any(name in plugin.families.get(ENGINE, ()) for plugin in others)

@@ -1,5 +1,7 @@
 """What an engine on a machine without a GPU needs before it is built."""
 
+from typing import Any
+
 import torch
 
 #: The worker of an engine on the CPU, by import path.
@@ -11,6 +13,19 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
+
+
+def through_transformers(repo_id: str, kwargs: dict[str, Any]) -> bool:
+    """Whether vLLM runs this checkpoint through transformers' modules: it has no implementation of its own for it, or
+    is told to (``model_impl="transformers"``).
+    """
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    options = {name: value for name, value in kwargs.items() if name in known}
+    return EngineArgs(model=repo_id, **options).create_model_config().using_transformers_backend()
 
 
 def prepare_cpu() -> None:

@@ -14,8 +14,11 @@ from torch import Tensor
 from nnterp.components.eproperty import EProperty
 from nnterp.components.layouts import HEADS, KV_HEADS
 
+#: The axes of heads, each the name of the size that says how many there are.
+HEAD_AXES = (HEADS, KV_HEADS, "heads")
+
 #: Where the two halves of a stream are among the arguments of a block: position and keyword.
-Halves = tuple[tuple[int, str], tuple[int, str]]
+Halves = tuple[tuple[int, str], ...]
 
 
 class Flat(EProperty):
@@ -24,11 +27,16 @@ class Flat(EProperty):
 
     Args:
         read_only: Why it cannot be written, for the AttributeError that an assignment raises.
+        factor: ``factor(envoy)``, what the engine's tensor is multiplied by to be this value. Where nothing is written
+            the tensor stays as it came, whatever the two products round to.
     """
 
-    def __init__(self, *args: Any, read_only: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, read_only: str | None = None, factor: Callable[[Any], float] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.read_only = read_only
+        self.factor = factor
         if read_only is None:
             self._transform = _as_it_is
 
@@ -49,22 +57,33 @@ class Flat(EProperty):
         count = self._heads(obj)
         if count is not None:
             served = served.unflatten(-1, (count, -1))
-            served = served.transpose(1, 2) if self.dims[1] in (HEADS, KV_HEADS) else served
+            served = served.transpose(1, 2) if self.dims[1] in HEAD_AXES else served
+        if self.factor is not None:
+            served = served * self.factor(obj)
         return EProperty._view(self, obj, served.clone(memory_format=torch.contiguous_format))
 
     def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
         element = self._pick(obj, raw)
         if self._heads(obj) is not None:
-            value = value.transpose(1, 2) if self.dims[1] in (HEADS, KV_HEADS) else value
+            value = value.transpose(1, 2) if self.dims[1] in HEAD_AXES else value
             value = value.flatten(-2)
-        return EProperty._pack(self, obj, raw, value.reshape(element.shape))
+        value = value.reshape(element.shape)
+        if self.factor is not None:
+            factor = self.factor(obj)
+            value = torch.where(value != element * factor, value / factor, element)
+        return EProperty._pack(self, obj, raw, value)
+
+    def _write_back(self, obj: Any, view: Any, raw: Any) -> Any:
+        # What was read and not written to goes back as it was: two halves of a stream are not always their sum.
+        same = isinstance(view, Tensor) and torch.equal(view, self._view(obj, self._pick(obj, raw)))
+        return raw if same else EProperty._write_back(self, obj, view, raw)
 
     def _batched(self, element: Tensor) -> bool:
         return element.dim() == 3 and element.shape[0] == 1
 
     def _heads(self, obj: Any) -> int | None:
         """How many heads the last axis of the tensor is split into, None where the layout has none."""
-        axis = next((axis for axis in (HEADS, KV_HEADS) if axis in (self.dims or ())), None)
+        axis = next((axis for axis in HEAD_AXES if axis in (self.dims or ())), None)
         return None if axis is None else getattr(obj, axis)
 
     def __set__(self, obj: Any, value: Any) -> None:
@@ -80,7 +99,8 @@ def _as_it_is(envoy: Any, view: Any, element: Any) -> Any:
 class Stream(Flat):
     """The residual stream, which fused blocks hand on in two halves: what was added last, and the rest.
 
-    Read as their sum. Written, the rest is the value and the other half zero, which sums to the value exactly.
+    Read as their sum. Where it is written, the rest is the value and the other half zero, which sums to the value
+    exactly.
 
     Args:
         halves: The attribute of the host that says where they are among the arguments of what `key` leads to.
@@ -97,9 +117,9 @@ class Stream(Flat):
         if not self._of_inputs(raw):
             return raw[0], raw[1] if len(raw) > 1 and isinstance(raw[1], Tensor) and obj.FUSED else None
         args, kwargs = raw
-        found = []
-        for index, keyword in getattr(obj, self.halves):
-            found.append(args[index] if index < len(args) else kwargs.get(keyword))
+        found = [
+            args[index] if index < len(args) else kwargs.get(keyword) for index, keyword in getattr(obj, self.halves)
+        ]
         return found[0], found[1] if obj.FUSED else None
 
     @staticmethod
@@ -113,13 +133,17 @@ class Stream(Flat):
     def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
         added, rest = self._halves(obj, raw)
         value = value.reshape(added.shape)
-        new = (value, None) if rest is None else (torch.zeros_like(added), value)
+        new = (value, None)
+        if rest is not None:
+            # Where nothing was written both halves stay as they came: the norm sums them in a wider dtype than theirs.
+            written = value != added + rest
+            new = (added.masked_fill(written, 0), torch.where(written, value, rest))
         if isinstance(raw, Tensor):
-            return value
+            return new[0]
         if not self._of_inputs(raw):
             return (new[0], *((new[1],) if rest is not None else raw[1:2]), *raw[2:])
         args, kwargs = list(raw[0]), dict(raw[1])
-        for (index, keyword), half, old in zip(getattr(obj, self.halves), new, (added, rest), strict=True):
+        for (index, keyword), half, old in zip(getattr(obj, self.halves), new, (added, rest), strict=False):
             if old is None:
                 continue
             if index < len(args):
@@ -129,11 +153,15 @@ class Stream(Flat):
         return tuple(args), kwargs
 
 
+#: What `on_engine` takes for the value's own class.
+OPTIONS = ("read_only", "factor", "halves")
+
+
 def on_engine(value: EProperty, key: str | Callable = ..., kind: type = Flat, **place: Any) -> EProperty:
     """``value`` of a transformers component, as the engine's tensors have it; at another place where one is given."""
-    options = {name: place.pop(name) for name in ("read_only", "halves") if name in place}
+    options = {name: place.pop(name) for name in OPTIONS if name in place}
     moved, flat = value.at(key, **place), kind(**options)
-    own = {name: vars(flat)[name] for name in ("_transform", "read_only", "halves") if name in vars(flat)}
+    own = {name: vars(flat)[name] for name in ("_transform", *OPTIONS) if name in vars(flat)}
     vars(flat).update(vars(moved))
     # Read off the original, which says what it is; how it is laid out here is this class's.
     vars(flat).update(own, _layout=moved.layout, defined=moved._annotated, _preprocess=None, _postprocess=None)

@@ -76,9 +76,13 @@ class Standard(Envoy):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if not hasattr(self.interleaver, "stale"):  # rebuilt on a server that runs a plain model
-            runs.always()
-            self.install()
+        if not hasattr(self.interleaver, "stale"):
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Serve from here on: this envoy was rebuilt in a process that runs a plain model."""
+        runs.always()
+        self.install()
 
     def _renew(self) -> None:
         self.interleaver.stale = True
