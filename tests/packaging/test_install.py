@@ -1,5 +1,6 @@
 """The distributions installed into fresh environments: the core alone, with one package, with a third-party plugin."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,22 @@ def test_the_recurrent_mixers(fresh):
     config = {**SMALL, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
     ran = environment.report(RUN_ONE.format(model_type="mamba2", config=config, value="linear_attn.state_output"))
     assert ran == [[1, 4, 8, 16], True]
+
+
+def test_the_wrappers(fresh):
+    """The overlays are there, and the script of the package's README, run by it alone, prints what it says."""
+    environment = fresh("nnterp[vision]")
+    types = family_types("nnterp-vision")
+    assert len(types) >= 8
+    served = environment.report(f"""
+import json
+from nnterp import families
+print(json.dumps({{name: families.wrapper(name).__name__ for name in {types!r}}}))
+""")
+    assert served == {name: f"nnterp_vision.{name}" for name in types}
+    readme = (ROOT / "nnterp-vision/README.md").read_text()
+    script = "\n".join(re.findall(r"```python\n(.*?)```", readme, re.DOTALL))
+    assert environment.run("-c", script).splitlines() == re.findall(r"^# (\(\(.*)$", script, re.MULTILINE)
 
 
 def test_somebody_elses_plugin(fresh):

@@ -33,6 +33,7 @@ MODULES = (
     "recurrent_writing",
     "running",
     "vision",
+    "vision_prompts",
     "writing",
 )
 

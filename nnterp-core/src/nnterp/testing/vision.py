@@ -4,16 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from nnsight.intervention.interleaver import OutOfOrderError
 from torch import Tensor
 
 from nnterp import Vision, components, families
 from nnterp.components.vision.layouts import ImageFeatures, ImageTokenMask, Patches
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
 from nnterp.testing.edits import edit_of, moved
-from nnterp.testing.mistakes import mistake
-from nnterp.testing.oracles import Site, greedy
-from nnterp.testing.vision_facts import BLOCK, TOWER, VisionFacts
+from nnterp.testing.oracles import Site
+from nnterp.testing.vision_facts import BLOCK, TOWER
+from nnterp.testing.vision_prompts import VisionPrompts
 
 COUNTS = pytest.mark.parametrize("count", [1, 2])
 
@@ -22,7 +21,7 @@ def each_value(values: Any) -> Any:
     return pytest.mark.parametrize("value", list(values))
 
 
-class VisionSuite(VisionFacts):
+class VisionSuite(VisionPrompts):
     """Subclass it, state the wrapper's facts (`nnterp.testing.vision_facts.VisionFacts`), and let pytest collect it."""
 
     # -- names and sizes ----------------------------------------------------------------------------------------------
@@ -263,9 +262,6 @@ class VisionSuite(VisionFacts):
         self.assert_logits(got["logits"], bare.output.logits)
         assert_differs(got["logits"], clean["logits"])
 
-    def assert_logits(self, actual: Tensor, expected: Tensor) -> None:
-        assert_close(actual, expected, ulps=ULPS_AFTER_MODEL)
-
     @pytest.mark.parametrize("in_place", [False, True])
     @each_value(value for value in BLOCK if value != "layer_mid")
     def test_a_write_reaches_the_text(self, value, in_place):
@@ -321,112 +317,3 @@ class VisionSuite(VisionFacts):
     def as_native_patches(self, patches: Tensor, tensor: Tensor) -> Tensor:
         """The reverse of `served_patches`."""
         return patches.transpose(1, 2).reshape(tensor.shape) if tensor.dim() == 4 else patches.reshape(tensor.shape)
-
-    # -- prompts ------------------------------------------------------------------------------------------------------
-
-    def test_text_alone(self):
-        model = self.model
-        ids = self.inputs(0)["input_ids"]
-        with torch.no_grad(), model.trace(self.prompt(0)):
-            mask = model.vision.image_token_mask.save()
-            logits = model.logits.save()
-        assert not mask.any()
-        with torch.no_grad():
-            assert_close(logits, self.bare(**self.inputs(0)).logits)
-        assert mask.shape == ids.shape
-
-    def test_prompts_of_other_lengths(self):
-        """Two prompts with an image each, padded: every row is what its prompt gives alone."""
-        model, images = self.model, self.images(2)
-        prompts = [f"The quick {self.IMAGE} brown fox", f"A {self.IMAGE} dog"]
-        with torch.no_grad(), model.trace(prompts, images=[[image] for image in images]):
-            mask = model.vision.image_token_mask.save()
-            features = model.vision.image_features.save()
-            entering = model.layers[0].layer_input.save()
-            last = model.logits[:, -1].save()
-        if self.SCATTERED:
-            assert_same(entering[mask], features)
-        for row, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
-            with torch.no_grad(), model.trace(prompt, images=[image]):
-                alone = model.logits[:, -1].save()
-            self.assert_logits(last[row : row + 1], alone)
-
-    def test_generate(self):
-        model, steps = self.model, 3
-        with torch.no_grad():
-            expected = self.bare.generate(**self.inputs(), **greedy(steps))
-            with model.generate(self.prompt(), images=self.images(), **greedy(steps)) as tracer:
-                masks, last = [].save(), [].save()
-                for _ in tracer.iter[:steps]:
-                    masks.append(model.vision.image_token_mask.clone())
-                    last.append(model.logits[:, -1].clone())
-        assert [mask.any().item() for mask in masks] == [True] + [False] * (steps - 1)
-        assert [mask.shape[1] for mask in masks[1:]] == [1] * (steps - 1)
-        assert [tokens.argmax(-1).item() for tokens in last] == expected[0, -steps:].tolist()
-
-    # -- mistakes -----------------------------------------------------------------------------------------------------
-
-    def runs(self) -> None:
-        """The model answers as before."""
-        with torch.no_grad(), self.model.trace(self.prompt(), images=self.images()):
-            logits = self.model.logits.save()
-        assert_same(logits, self.everything()["logits"])
-
-    def test_an_image_the_prompt_has_no_place_for(self):
-        model = self.model
-        with mistake(ValueError, "image"), model.trace("The quick brown fox", images=self.images()):  # here
-            model.logits.save()
-        self.runs()
-
-    def test_two_invokes(self):
-        model = self.model
-        with mistake(ValueError, "one invoke"), model.trace() as tracer:  # here
-            with tracer.invoke(self.prompt(), images=self.images()):
-                model.logits.save()
-            with tracer.invoke("The quick"):
-                model.logits.save()
-        self.runs()
-
-    def test_a_place_without_an_image(self):
-        model = self.model
-        with mistake(ValueError, "image", r"images="), model.trace(self.prompt()):  # here
-            model.logits.save()
-        self.runs()
-
-    def test_another_number_of_images(self):
-        model = self.model
-        with mistake(ValueError, "1", "2"), model.trace(self.prompt(2), images=self.images(1)):  # here
-            model.logits.save()
-        self.runs()
-
-    @pytest.mark.parametrize("name", ["patch_embeddings", "tower_output", "image_features"])
-    def test_an_image_value_without_an_image(self, name):
-        model = self.model
-        with mistake(OutOfOrderError, name, r"images=\[\.\.\.\]"), model.trace(self.prompt(0)):
-            getattr(model.vision, name).save()  # here
-        self.runs()
-
-    def test_read_only(self):
-        model = self.model
-        with mistake(AttributeError, "image_token_mask", "input_ids"), model.trace(self.prompt(), images=self.images()):
-            model.vision.image_token_mask = model.vision.image_token_mask  # here
-        self.runs()
-
-    def test_another_shape(self):
-        model = self.model
-        with mistake(ValueError, "image_features", "image_tokens"), model.trace(self.prompt(), images=self.images()):
-            model.vision.image_features = model.vision.image_features[1:]  # here
-        self.runs()
-
-    def test_a_load_that_no_image_reaches(self):
-        model = self.loaded.load(task="text-generation")
-        assert not [row for row in model.support() if row.startswith("vision.")]
-        with mistake(ValueError, "image-text-to-text"), model.trace(self.prompt(), images=self.images()):  # here
-            model.logits.save()
-        if not self.TEXT_LOAD_HAS_TOWER:
-            with mistake(AttributeError, "vision", "image-text-to-text"):
-                model.vision  # here # noqa: B018
-            return
-        assert model.vision.support() == {}
-        with mistake(RuntimeError, "unavailable", "image-text-to-text"), model.trace("The quick"):
-            model.vision.layers[0].layer_output.save()  # here

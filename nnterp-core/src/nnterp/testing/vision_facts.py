@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nnterp import checkpoints, components
 from nnterp.testing import checkpoint, oracles
+from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close
 from nnterp.testing.oracles import Formula, Inside, Site
 
 #: The values of a tower itself, in the order of the forward.
@@ -255,6 +256,9 @@ class VisionFacts:
                 read["logits"] = model.logits.clone()
             self.loaded.read[count] = read
         return self.loaded.read[count]
+
+    def assert_logits(self, actual: Tensor, expected: Tensor) -> None:
+        assert_close(actual, expected, ulps=ULPS_AFTER_MODEL)
 
     @property
     def classes(self) -> dict[str, type]:
