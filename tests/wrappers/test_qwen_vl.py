@@ -102,6 +102,7 @@ class TestQwen3VL(FamilySuite):
         },
     }
     NATIVE = NATIVE
+    EXPECTED_UNAVAILABLE = {"deepstack_output": "no image reaches this load"}
 
 
 # -- an image's positions ---------------------------------------------------------------------------------------------

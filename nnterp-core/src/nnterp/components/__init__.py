@@ -92,6 +92,7 @@ from nnterp.components.taps import (
 )
 from nnterp.components.tokens import Flattened, TokenEProperty
 from nnterp.components.vision.blocks import PerImageAttention, VisionAttention, VisionLayer, VisionMlp, per_patch
+from nnterp.components.vision.deepstack import DeepstackLayer, DeepstackText
 from nnterp.components.vision.layouts import ImageFeatures, ImageTokenMask, Patches, PatchNeurons
 from nnterp.components.vision.tower import ImageScatter, Vision, grid
 
@@ -106,6 +107,8 @@ __all__ = [
     "CrossAttention",
     "CrossKeys",
     "CrossValues",
+    "DeepstackLayer",
+    "DeepstackText",
     "DerivedEProperty",
     "EProperty",
     "EffectiveAttention",

@@ -27,6 +27,7 @@ MODULES = (
     "mixture_writing",
     "mixtures",
     "naming",
+    "qwen_tower",
     "recurrent_blocks",
     "recurrent_reading",
     "recurrent_states",

@@ -12,6 +12,11 @@ from nnterp.components.mlp import Mlp
 from nnterp.components.standard import Standard
 from nnterp.components.vision.layouts import Patches, PatchNeurons
 
+#: Why a load has no values of the image side.
+NO_PROCESSOR = (
+    'no image reaches this load, which has no processor: load it with task="image-text-to-text", or give a ready '
+    "module one with processor="
+)
 #: What to say where a value of the image side was never served.
 NO_IMAGE = "No image was in this call: pass images=[...] with the prompt."
 

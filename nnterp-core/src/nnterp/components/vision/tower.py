@@ -11,7 +11,7 @@ from torch import Tensor
 from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable
 from nnterp.components.standard import Standard, blocks_support, every_row
 from nnterp.components.taps import HELPERS, argument, entering
-from nnterp.components.vision.blocks import OfTower, per_patch
+from nnterp.components.vision.blocks import NO_PROCESSOR, OfTower, per_patch
 from nnterp.components.vision.layouts import ImageFeatures, ImageTokenMask, Patches
 
 #: Rows and columns of patches, one pair per image, in the order of the images.
@@ -104,10 +104,7 @@ class Vision(OfTower):
     def no_images(self) -> str | None:
         """Why no image reaches the model this tower belongs to, or None: the one place that decides."""
         if self.root.__dict__.get("processor") is None:
-            return (
-                'no image reaches this load, which has no processor: load it with task="image-text-to-text", or give '
-                "a ready module one with processor="
-            )
+            return NO_PROCESSOR
         if "projector" not in self.root._aliases:
             return "where images enter the text model is not known: nothing says which module is the projector"
         return None
