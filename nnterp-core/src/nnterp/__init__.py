@@ -5,6 +5,7 @@ means the same on each of them. `nnterp.components` says what every value is, `n
 which ``model_type``, `nnterp.plugins` how to publish a family.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 from nnterp.components import (
@@ -57,8 +58,11 @@ __all__ = [
     "unavailable",
 ]
 
+# `from nnterp import *` asks for all of these: only where it can be had, with an engine to run on.
+if find_spec("nnterp_vllm") and find_spec("vllm"):
+    __all__ += ["StandardizedVLLM"]
 
-# Not in `__all__`: `from nnterp import *` asks for all of that, and nnterp-vllm may not be installed.
+
 def __dir__() -> list[str]:
     return sorted({*globals(), "StandardizedVLLM"})
 
@@ -66,8 +70,11 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name != "StandardizedVLLM":
         raise AttributeError(f"module 'nnterp' has no attribute {name!r}")
-    try:
-        from nnterp_vllm import StandardizedVLLM
-    except ImportError as error:
-        raise ImportError("StandardizedVLLM comes with another package: pip install 'nnterp[vllm]'") from error
+    if find_spec("nnterp_vllm") is None:
+        raise ImportError(
+            "StandardizedVLLM comes with another package: pip install 'nnterp[vllm]', or without a GPU "
+            "pip install 'nnterp-vllm[cpu]'"
+        )
+    from nnterp_vllm import StandardizedVLLM
+
     return StandardizedVLLM

@@ -6,9 +6,12 @@ in-place edits land as an assignment does.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from greenlet import getcurrent
+from nnsight.intervention.interleaver import Mediator
 from torch import Tensor
 
 from nnterp.components.eproperty import EProperty
@@ -50,17 +53,27 @@ class Flat(EProperty):
     def _check_rows(self, obj: Any, value: Any) -> None:
         """A request's tokens are its own: its batch axis is always 1."""
 
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        value = super().__get__(obj, owner)
+        if obj is not None and self.read_only is None:
+            mediator = getcurrent().mediator  # a weak reference: a request's block is not to keep itself alive
+            vars(mediator()).setdefault("flush", partial(hand_back, mediator))
+        return value
+
     def _view(self, obj: Any, element: Any) -> Any:
         if not isinstance(element, Tensor):
             return EProperty._view(self, obj, element)
+        laid_out = self._laid_out(obj, element)
+        return EProperty._view(self, obj, laid_out.clone(memory_format=torch.contiguous_format))
+
+    def _laid_out(self, obj: Any, element: Tensor) -> Tensor:
+        """``element`` with the axes of the layout, its memory the engine's where no factor applies."""
         served = element if self._batched(element) else element.unsqueeze(0)
         count = self._heads(obj)
         if count is not None:
             served = served.unflatten(-1, (count, -1))
             served = served.transpose(1, 2) if self.dims[1] in HEAD_AXES else served
-        if self.factor is not None:
-            served = served * self.factor(obj)
-        return EProperty._view(self, obj, served.clone(memory_format=torch.contiguous_format))
+        return served if self.factor is None else served * self.factor(obj)
 
     def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
         element = self._pick(obj, raw)
@@ -74,9 +87,10 @@ class Flat(EProperty):
         return EProperty._pack(self, obj, raw, value)
 
     def _write_back(self, obj: Any, view: Any, raw: Any) -> Any:
-        # What was read and not written to goes back as it was: two halves of a stream are not always their sum.
-        same = isinstance(view, Tensor) and torch.equal(view, self._view(obj, self._pick(obj, raw)))
-        return raw if same else EProperty._write_back(self, obj, view, raw)
+        # None where nothing was written: what the engine has stays, as two halves of a stream are not always their sum.
+        if isinstance(view, Tensor) and torch.equal(view, self._laid_out(obj, self._pick(obj, raw))):
+            return None
+        return EProperty._write_back(self, obj, view, raw)
 
     def _batched(self, element: Tensor) -> bool:
         return element.dim() == 3 and element.shape[0] == 1
@@ -90,6 +104,17 @@ class Flat(EProperty):
         if self.read_only is not None:
             raise AttributeError(f"{self.name} of {obj.path} is read-only on this engine: {self.read_only}")
         super().__set__(obj, value)
+
+
+def hand_back(mediator: Callable[[], Mediator | None]) -> None:
+    """`Mediator.flush`, without the swap of a value that was read and not written to."""
+    block = mediator()
+    waiting = block.transform
+    if waiting is None or not isinstance(waiting.eproperty, Flat):
+        return Mediator.flush(block)
+    edited = waiting.fn()
+    block.transform = None if edited is None else waiting._replace(fn=lambda: edited)
+    Mediator.flush(block)
 
 
 def _as_it_is(envoy: Any, view: Any, element: Any) -> Any:
