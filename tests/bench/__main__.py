@@ -1,6 +1,8 @@
 """What nnterp costs, next to what the same work costs without it: ``make bench``.
 
-With ``engine``, what it costs on the vLLM engine, in an environment that has one. One table, every number measured in this run. A row with a bound fails the command when its ratio is above it; a row
+With ``engine``, what it costs on the vLLM engine, in an environment that has one.
+
+One table, every number measured in this run. A row with a bound fails the command when its ratio is above it; a row
 without one is there for orientation. Two cores are enough, and other work on the machine only makes it slower: see
 `measure`.
 """
