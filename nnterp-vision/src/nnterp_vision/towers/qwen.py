@@ -130,7 +130,10 @@ class Layer(components.VisionLayer):
 
 
 class Attention(components.PerImageAttention):
-    """Qwen's attention of the tower."""
+    """Qwen's attention of the tower.
+
+    Its values are views of one projection, which torch refuses to edit in place under autograd: assign there.
+    """
 
     TAPS = {
         "packed_inputs": components.assigned(("query_states", "key_states", "value_states")),
