@@ -16,15 +16,12 @@ from nnterp.components import interface
 from nnterp.components.eproperty import DerivedEProperty, EProperty, unavailable
 from nnterp.root import Standardized
 from nnterp.sizes import StandardizedProperty
-from nnterp_vllm.components import Attention, Mlp, Moe, OnEngine, fused_activation
+from nnterp_vllm.components import Attention, Block, Mlp, Moe, no_own_activation
 from nnterp_vllm.values import on_engine
 
 
-class Layer(OnEngine, standard.Layer):
+class Layer(Block, standard.Layer):
     """A block of transformers, on ``[1, tokens, hidden_size]``."""
-
-    def _count_in_cache(self, hidden: Any) -> None:
-        """The engine keeps its cache by itself."""
 
 
 #: What stands in for each component of transformers, the more special first.
@@ -95,7 +92,7 @@ def served(value: EProperty, name: str, counterpart: type) -> EProperty:
         and counterpart is Mlp
         and value._unavailable is standard.Mlp.mlp_activation._unavailable
     ):
-        return on_engine(value, unavailable=fused_activation)
+        return on_engine(value, unavailable=no_own_activation)
     return on_engine(value)
 
 

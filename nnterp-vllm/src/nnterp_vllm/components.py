@@ -1,5 +1,6 @@
 """The components of a decoder on the engine: the values of `nnterp.components` where vLLM's modules have them."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from nnterp_vllm.values import Flat, Halves, Stream, on_engine
 
 #: Why a gated feed-forward has no activation to read.
 FUSED_ACTIVATION = "the engine's activation multiplies by the up projection in the same operation: read mlp_neurons"
+#: Why an activation that is not this module's own has no output to read here.
+SHARED_ACTIVATION = "one activation module does the work of every block, so a block's own output of it cannot be told"
 #: Why what a kernel computes cannot be read.
 IN_KERNEL = "it is inside the engine's kernel, which hands nothing of it out"
 #: Why a mixture has router logits and nothing behind them.
@@ -25,11 +28,33 @@ IN_MIXTURE_KERNEL = "the engine's kernel scores, routes and runs the experts in 
 class OnEngine(Standard):
     """An envoy that travels with every request into the engine's worker, where the places of its values are put in."""
 
+    def __getstate__(self) -> dict:
+        # A part of a block may be all that a request names, and reach for a place in the block.
+        return {**super().__getstate__(), "_above": self.parent}
+
+    def __setstate__(self, state: dict) -> None:
+        above = state["_above"]
+        super().__setstate__(state)
+        if above is not None:
+            self._parent = weakref.ref(above)
+
     def arrive(self) -> None:
         self.install()
 
 
-class Layer(OnEngine, components.Layer):
+class Block(OnEngine):
+    """A block of a model that runs the requests of several blocks of code in one step."""
+
+    def skip_with(self, hidden: Tensor) -> None:
+        """Skip this block for this request: ``hidden``, ``[1, tokens, hidden_size]``, takes the place of `layer_output`.
+
+        The block runs all the same, as other requests of the step may need it, and keeps its keys and values. Call it
+        inside a trace before the block runs. Raises ValueError where ``hidden`` is not shaped like the stream.
+        """
+        self.layer_output = hidden
+
+
+class Layer(Block, components.Layer):
     """A block that takes and returns the stream whole, ``[tokens, hidden_size]``.
 
     Attributes:
@@ -47,13 +72,6 @@ class Layer(OnEngine, components.Layer):
     mlp_norm_output = on_engine(components.Layer.mlp_norm_output, select=FIRST)
     mlp_input = on_engine(components.Layer.mlp_input)
     layer_output = on_engine(components.Layer.layer_output, "output", Stream)
-
-    def _count_in_cache(self, hidden: Tensor) -> None:
-        """The engine keeps its cache by itself."""
-
-    def _returned(self, hidden: Tensor) -> Any:
-        hidden = hidden.flatten(0, 1)
-        return (torch.zeros_like(hidden), hidden) if self.FUSED else hidden
 
 
 class FusedLayer(Layer):
@@ -236,10 +254,23 @@ def fused_activation(mlp: "Mlp") -> str | None:
     return FUSED_ACTIVATION if type(activation).__name__.endswith("AndMul") else mlp.inside_mixture()
 
 
+def no_own_activation(mlp: "Mlp") -> str | None:
+    """Why the output of the module's activation is not its own activation's output alone, or None."""
+    activation = child(mlp, "act_fn")
+    shared = activation is not None and not activation.path.startswith(f"{mlp.path}.")
+    return fused_activation(mlp) or (SHARED_ACTIVATION if shared else None)
+
+
 class Mlp(OnEngine, components.Mlp):
     """A feed-forward. Where it is gated, its activation multiplies by the up projection in the same operation."""
 
-    mlp_activation = on_engine(components.Mlp.mlp_activation, unavailable=fused_activation)
+    @property
+    def intermediate_size(self) -> int:
+        """Width of this MLP's hidden layer."""
+        return self.down_proj._module.input_size
+
+    # One activation module of vLLM's does the work of all blocks; where it does not multiply, neurons are its output
+    mlp_activation = on_engine(components.Mlp.mlp_activation, "down_proj.input", unavailable=fused_activation)
     mlp_neurons = on_engine(components.Mlp.mlp_neurons)
     mlp_output = on_engine(components.Mlp.mlp_output)
 
