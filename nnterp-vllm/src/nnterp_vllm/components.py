@@ -46,7 +46,7 @@ class Block(OnEngine):
     """A block of a model that runs the requests of several blocks of code in one step."""
 
     def skip_with(self, hidden: Tensor) -> None:
-        """Skip this block for this request: ``hidden``, ``[1, tokens, hidden_size]``, takes the place of `layer_output`.
+        """Skip this block for this request: ``hidden``, ``[1, tokens, hidden_size]``, replaces its `layer_output`.
 
         The block runs all the same, as other requests of the step may need it, and keeps its keys and values. Call it
         inside a trace before the block runs. Raises ValueError where ``hidden`` is not shaped like the stream.
