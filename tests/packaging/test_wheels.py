@@ -46,3 +46,14 @@ def test_a_package_holds_its_code_types_licence_and_entry_point(wheels, distribu
     if distribution != "nnterp-core":
         assert "nnterp-core<3,>=2.0" in metadata.get_all("Requires-Dist")
         assert any(name.endswith("entry_points.txt") for name in names)
+
+
+def test_each_engine_is_an_extra(wheels):
+    """vLLM is built for one kind of machine or another, and comes by itself with neither."""
+    _, metadata = contents(wheels["nnterp-vllm"])
+    brought = {line for line in metadata.get_all("Requires-Dist") if line.startswith("vllm")}
+    assert {line.split(";")[1].strip() for line in brought} == {"extra == 'gpu'", "extra == 'cpu'"}
+    _, metadata = contents(wheels["nnterp"])
+    assert any(
+        line.startswith("vllm<") and line.endswith("extra == 'vllm'") for line in metadata.get_all("Requires-Dist")
+    )
