@@ -30,13 +30,15 @@ class OnEngine(Standard):
 
     def __getstate__(self) -> dict:
         # A part of a block may be all that a request names, and reach for a place in the block.
-        return {**super().__getstate__(), "_above": self.parent}
+        state = super().__getstate__()
+        state["_above"] = self.parent
+        return state
 
     def __setstate__(self, state: dict) -> None:
         above = state["_above"]
         super().__setstate__(state)
         if above is not None:
-            self._parent = weakref.ref(above)
+            self.__dict__["_parent"] = weakref.ref(above)
 
     def arrive(self) -> None:
         self.install()

@@ -64,7 +64,13 @@ class Flat(EProperty):
         if not isinstance(element, Tensor):
             return EProperty._view(self, obj, element)
         laid_out = self._laid_out(obj, element)
-        return EProperty._view(self, obj, laid_out.clone(memory_format=torch.contiguous_format))
+        if not self._fresh(obj):
+            laid_out = laid_out.clone(memory_format=torch.contiguous_format)
+        return EProperty._view(self, obj, laid_out)
+
+    def _fresh(self, obj: Any) -> bool:
+        """Whether what `_pick` gives is a tensor of its own already."""
+        return False
 
     def _laid_out(self, obj: Any, element: Tensor) -> Tensor:
         """``element`` with the axes of the layout, its memory the engine's where no factor applies."""
@@ -97,8 +103,14 @@ class Flat(EProperty):
 
     def _heads(self, obj: Any) -> int | None:
         """How many heads the last axis of the tensor is split into, None where the layout has none."""
-        axis = next((axis for axis in HEAD_AXES if axis in (self.dims or ())), None)
+        layout, axis = self._split
+        if layout is not self.layout:
+            axis = next((axis for axis in HEAD_AXES if axis in (self.dims or ())), None)
+            self._split = self.layout, axis
         return None if axis is None else getattr(obj, axis)
+
+    #: The layout, and its axis of heads if there is one.
+    _split: tuple[Any, str | None] = (..., None)
 
     def __set__(self, obj: Any, value: Any) -> None:
         if self.read_only is not None:
@@ -153,7 +165,12 @@ class Stream(Flat):
 
     def _pick(self, obj: Any, raw: Any) -> Any:
         added, rest = self._halves(obj, raw)
-        return added if rest is None else added + rest
+        if rest is not None:
+            return added + rest
+        return added.clone() if obj.FUSED else added
+
+    def _fresh(self, obj: Any) -> bool:
+        return obj.FUSED
 
     def _pack(self, obj: Any, raw: Any, value: Any) -> Any:
         added, rest = self._halves(obj, raw)

@@ -193,8 +193,10 @@ class Standard(Envoy):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As on any envoy, but a name that means nothing is refused while the model runs: the edit would be lost."""
+        if name.startswith("_"):
+            return super().__setattr__(name, value)
         in_a_run = getattr(getcurrent(), "mediator", None) is not None
-        if in_a_run and not name.startswith("_") and not isinstance(value, (nn.Module, Envoy)):
+        if in_a_run and not isinstance(value, (nn.Module, Envoy)):
             held = self.__dict__.get(name)
             if isinstance(held, Envoy):
                 raise AttributeError(
