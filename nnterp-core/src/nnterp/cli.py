@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nnterp.plugins import Plugin
 
 DESCRIPTION = "One set of module names and named values for every decoder-only transformer."
-CHECKPOINT = "a directory, a hub id, or a name this command prepares itself: smollm2, toy-gpt2"
+CHECKPOINT = "a directory, a hub id, or a name this command prepares itself: smollm2, toy-gpt2, toy-llava"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -40,7 +40,7 @@ def check_prompts(model: Any, invokes: list[tuple]) -> None:
             )
         text = inputs[0] if inputs else named.get("text")
         prompts = [text] if isinstance(text, str) else text
-        place = _placeholder(model)
+        place = placeholder(model)
         if place is None or not _are(prompts, str):
             continue
         places, count = sum(prompt.count(place) for prompt in prompts), _count(images)
@@ -91,11 +91,11 @@ def check_inputs(model: Any, named: Mapping[str, Any]) -> None:
     if given and not tokens:
         raise ValueError(
             f"an image was given and the prompt has no image token (id {vision.image_token_id}) for it: write "
-            f"{_placeholder(model) or 'one'!r} where it goes"
+            f"{placeholder(model) or 'one'!r} where it goes"
         )
 
 
-def _placeholder(model: Any) -> str | None:
+def placeholder(model: Any) -> str | None:
     """What stands for one image in a prompt of this model, or None where that is not known."""
     if "vision" not in model.__dict__ or model.processor is None:
         return None

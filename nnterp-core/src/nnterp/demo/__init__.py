@@ -14,6 +14,7 @@ from typing import Any
 from nnterp import StandardizedTransformer, Unavailable
 from nnterp.demo import script
 from nnterp.demo.prepared import PREPARED, CannotLoad, load
+from nnterp.demo.seeing import seeing
 from nnterp.demo.terminal import Terminal
 from nnterp.demo.wording import conclusion
 
@@ -25,6 +26,9 @@ EXPERIMENTS: dict[str, Callable] = {
     "Activation patching: where a fact is": script.patching,
     "Steering: a direction for mood": script.steering,
 }
+
+#: What a checkpoint with an image side is put through before these.
+OF_IMAGES: dict[str, Callable] = {"A photograph: where the answer is": seeing}
 
 
 @dataclass
@@ -64,7 +68,8 @@ def run(names: Sequence[str], html: Path | None, terminal: Terminal | None = Non
         terminal.title(name, note)
         examined.append(Examined(name, note, facts(model), []))
         terminal.paragraph(", ".join(f"{fact} {value}" for fact, value in examined[-1].facts.items()))
-        for title, experiment in EXPERIMENTS.items():
+        images = OF_IMAGES if "vision" in model.__dict__ else {}
+        for title, experiment in {**images, **EXPERIMENTS}.items():
             examined[-1].sections.append(examine(model, title, experiment, terminal))
     if html is not None:
         from nnterp.demo.page import page

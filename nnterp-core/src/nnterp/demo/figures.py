@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sized
 from functools import singledispatch
 from typing import Any
@@ -10,6 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from nnterp.demo.script import Induction, Lens, Patching, Steering, TopTokens
+from nnterp.demo.seeing import Seen
 from nnterp.demo.wording import quoted
 
 INK, PALE, ACCENT, CONTRAST = "#22304a", "#e7ebf2", "#2f6fde", "#e07b39"
@@ -246,3 +249,29 @@ def _(finding: Steering) -> list[go.Figure]:
             yaxis={"title": "share of bright words", "range": [-0.02, 1.02], "tickformat": ".0%"},
         )
     ]
+
+
+@figures.register
+def _(finding: Seen) -> list[go.Figure]:
+    encoded = io.BytesIO()
+    finding.image.save(encoded, format="PNG")
+    picture = f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+    rows, columns = finding.effect.shape
+    heat = go.Heatmap(
+        z=finding.effect.clamp(min=0).tolist(),
+        x0=0.5,
+        y0=0.5,
+        colorscale=[[0, "rgba(224,123,57,0)"], [1, "rgba(224,123,57,0.85)"]],
+        colorbar={"title": "nats", "thickness": 12},
+        hovertemplate="row %{y}, column %{x}: %{z:.2f} nats<extra></extra>",
+    )
+    figure = laid_out(
+        go.Figure(heat),
+        520,
+        xaxis={"range": [0, columns], "visible": False, "constrain": "domain"},
+        yaxis={"range": [rows, 0], "visible": False, "scaleanchor": "x", "scaleratio": columns / rows},
+        margin={"l": 20, "r": 20, "t": 20, "b": 20},
+    )
+    place = {"xref": "x", "yref": "y", "x": 0, "y": 0, "sizex": columns, "sizey": rows, "sizing": "stretch"}
+    figure.add_layout_image(source=picture, layer="below", **place)
+    return [figure]

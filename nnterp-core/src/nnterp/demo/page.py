@@ -12,6 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from nnterp.demo.figures import figures
 from nnterp.demo.script import Lens, Patching, Steering, Support
+from nnterp.demo.seeing import Seen
 from nnterp.demo.wording import conclusion, signed
 
 if TYPE_CHECKING:
@@ -126,6 +127,11 @@ def _(finding: Lens) -> str:
 @reading.register
 def _(finding: Patching) -> str:
     return "Each cell is one run with one patch: dark where it turns the answer, pale where it changes nothing."
+
+
+@reading.register
+def _(finding: Seen) -> str:
+    return "The photograph, and over it how far the answer falls without each cell: the more, the deeper the colour."
 
 
 @singledispatch

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnterp import StandardizedTransformer, checkpoints
-from nnterp.demo import toy
+from nnterp import StandardizedTransformer, checkpoints, families
+from nnterp.demo import toy, toy_llava
 
 
 class CannotLoad(RuntimeError):
@@ -33,6 +33,11 @@ PREPARED = {
         "A very small GPT-2 that this machine trained on made-up sentences and repeated random words: the "
         "same script on another architecture, not what a real language model knows.",
     ),
+    "toy-llava": Prepared(
+        toy_llava.toy_llava,
+        "A very small LLaVA that this machine trained to say the colour of a square in a photograph: what nnterp "
+        "shows of an image, not what a real multimodal model sees.",
+    ),
 }
 
 
@@ -44,6 +49,15 @@ def load(name: str, report: checkpoints.Report, **kwargs: Any) -> StandardizedTr
     """
     try:
         repo_id = str(PREPARED[name].directory(report)) if name in PREPARED else name
-        return StandardizedTransformer(repo_id, **kwargs)
+        return StandardizedTransformer(repo_id, **{**task_of(repo_id), **kwargs})
     except (OSError, ValueError, checkpoints.FetchError) as error:
         raise CannotLoad(f"cannot load {name!r}: {error}") from error
+
+
+def task_of(repo_id: str) -> dict[str, str]:
+    """The task to load a checkpoint for: with its processor, where its image side is served here."""
+    from transformers import PretrainedConfig
+
+    config = PretrainedConfig.get_config_dict(repo_id)[0]
+    served = "vision_config" in config and families.wrapper(config.get("model_type", "")) is not None
+    return {"task": "image-text-to-text"} if served else {}

@@ -19,6 +19,7 @@ from typing import TextIO
 from torch import Tensor
 
 from nnterp.demo.script import Induction, Lens, Patching, Steering, Support, TopTokens
+from nnterp.demo.seeing import Seen
 from nnterp.demo.wording import quoted, signed
 
 SHADES = " ░▒▓█"
@@ -162,6 +163,13 @@ class Terminal:
             if (2 * factor).is_integer()
         ]
         self.table(rows, ("factor", "bright share", ""), right=[0, 1])
+
+    @show.register
+    def _(self, finding: Seen) -> None:
+        self.line("How far the answer falls without each cell of the photograph:")
+        most = max(float(finding.effect.max()), 1e-6)
+        for row in finding.effect:
+            self.line(f"  {''.join(2 * shade(max(float(effect), 0.0) / most) for effect in row)}".rstrip())
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 

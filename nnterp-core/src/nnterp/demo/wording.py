@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import singledispatch
 
 from nnterp.demo.script import Induction, Lens, Patching, Steering, Support, TopTokens
+from nnterp.demo.seeing import Seen
 
 
 def quoted(token: str) -> str:
@@ -104,4 +105,19 @@ def _(finding: Steering) -> str:
         f"dark ones. Added with factor −1, 0 and 1, it takes the share of bright words after "
         f"{quoted(finding.mood_prompt)} from {percent(by_factor[-1.0])} over {percent(by_factor[0.0])} to "
         f"{percent(by_factor[1.0])}."
+    )
+
+
+@conclusion.register
+def _(finding: Seen) -> str:
+    rows, columns = finding.effect.shape
+    row, column = divmod(int(finding.effect.argmax()), columns)
+    left, top, right, bottom = finding.square
+    inside = left <= (column + 0.5) / columns <= right and top <= (row + 0.5) / rows <= bottom
+    where = "which is where the square is" if inside else "and the square is elsewhere"
+    return (
+        f"Asked about a photograph with a square pasted in, “{finding.question} …”, the model says "
+        f"{quoted(finding.answer)} ({percent(finding.probability)}). Of the {rows} by {columns} cells, the answer "
+        f"hangs most on row {row}, column {column}, {where}: without it, its log probability falls by "
+        f"{float(finding.effect.max()):.1f} nats."
     )
