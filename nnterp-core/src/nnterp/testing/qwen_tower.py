@@ -186,6 +186,32 @@ class QwenSuite(VisionSuite):
         expected = embed(pixels).detach().view(2, 3, 5, 2, 2, -1).transpose(2, 3).flatten(3, 4).flatten(1, 2)
         assert_close(torch.stack(maps), expected)
 
+    def test_an_image_and_a_video(self):
+        """The tower runs once for each: whose patches a map is of has to be said."""
+        model = self.model
+        (rows, columns), (high, wide) = self.GRID
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.tensor([[40, 4, *[2] * 15, 5, 41, 4, *[3] * 8, 5, 42]])
+        inputs = {
+            "input_ids": ids,
+            "pixel_values": torch.randn(rows * columns, 96, generator=generator),
+            "image_grid_thw": torch.tensor([[1, rows, columns]]),
+            "pixel_values_videos": torch.randn(high * wide, 96, generator=generator),
+            "video_grid_thw": torch.tensor([[1, high, wide]]),
+            "mm_token_type_ids": torch.where(ids == 2, 1, torch.where(ids == 3, 2, 0)),
+        }
+        with torch.no_grad(), model.trace(**inputs):
+            stream = model.vision.layers[0].layer_output.save()
+            features = model.vision.image_features.save()
+            model.layers[0].layer_input.save()
+            grid = model.vision.grid.save()
+            laid = model.vision.patch_map(stream, grid).save()
+        assert len(features) == 15 and grid == [(rows, columns)] and laid[0].shape[:2] == (rows, columns)
+        with mistake(ValueError, "2 times", r"patch_map\(values, grid\)"), model.trace(**inputs):
+            stream = model.vision.layers[0].layer_output
+            model.layers[0].layer_input.save()
+            model.vision.patch_map(stream)  # here
+
     # -- attention ----------------------------------------------------------------------------------------------------
 
     def rotated(self, heads: Tensor, sign: int = 1) -> Tensor:

@@ -17,7 +17,7 @@ from nnterp.components.vision.layouts import ImageFeatures, ImageTokenMask, Patc
 #: Rows and columns of patches, one pair per image, in the order of the images.
 Grid = list[tuple[int, int]]
 
-#: The grids of a run's towers by path, so that a value read later than the grid can be laid out.
+#: The grids of a run's towers by path, one for each call, so that a value read later than the grid can be laid out.
 GRIDS = "grids"
 
 
@@ -27,7 +27,7 @@ def note_grid(module: Any, grid: Sequence) -> Grid:
     state = module.__dict__.get(STATE)
     interleaver, path, _ = state.active() if state is not None else (None, None, ())
     if interleaver is not None:
-        interleaver.__dict__.setdefault(GRIDS, {})[path] = pairs
+        interleaver.__dict__.setdefault(GRIDS, {}).setdefault(path, []).append(pairs)
     return pairs
 
 
@@ -46,10 +46,11 @@ OF_PIXELS = "[[side // self.config.patch_size for side in pixel_values.shape[-2:
 def _grid(vision: "Vision") -> Any:
     """Rows and columns of patches of each image, ``[(rows, columns), ...]``, in the order of the images.
 
-    Of each crop or tile where the model cuts images into such. Read at any place of the trace from the tower on.
+    Of each crop or tile where the model cuts images into such. Read at any place of the trace from the tower on; of
+    the tower's first call, where it has several (an image and a video in one prompt).
     """
-    known = vision._known_grid()
-    return known if known is not None else Mediator.value(f"{vision.path}.grid")
+    known = vision._grids()
+    return known[0] if known else Mediator.value(f"{vision.path}.grid")
 
 
 def _image_token_mask(vision: "Vision") -> ImageTokenMask:
@@ -216,11 +217,11 @@ class Vision(OfTower):
 
     # -- patches on the image -----------------------------------------------------------------------------------------
 
-    def _known_grid(self) -> Grid | None:
-        """The grids of the run that asks, where the tower has run in it."""
+    def _grids(self) -> list[Grid]:
+        """The grids of the run that asks, one for each call of the tower so far; none outside a run."""
         if getattr(getcurrent(), "mediator", None) is None:
-            return None
-        return getattr(self.interleaver, GRIDS, {}).get(self.path)
+            return []
+        return getattr(self.interleaver, GRIDS, {}).get(self.path, [])
 
     def patch_map(self, values: Tensor, grid: Sequence[tuple[int, int]] | None = None) -> list[Tensor]:
         """Values per patch laid out as the patches lie on the images: ``[rows, columns, ...]`` for each image.
@@ -234,7 +235,13 @@ class Vision(OfTower):
         Raises ValueError for another number of images or patches than the grid has.
         """
         if grid is None:
-            grid = self._known_grid()
+            grids = self._grids()
+            if any(each != grids[0] for each in grids):
+                raise ValueError(
+                    f"patch_map of {self.path}: the tower ran {len(grids)} times in this trace, on patches that lie "
+                    f"differently: pass the grid of the call that the values are from, patch_map(values, grid)"
+                )
+            grid = grids[0] if grids else None
         if grid is None and not self.VARIABLE:
             side = self.image_size // self.patch_size
             grid = [(side, side)] * len(values)
