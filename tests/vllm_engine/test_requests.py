@@ -126,6 +126,16 @@ def test_a_family_that_is_not_there(tmp_path):
         StandardizedVLLM(str(directory), **OPTIONS)
 
 
+def test_heads_that_are_split_over_devices(directory):
+    """Each device has the attention of its own heads alone: what is a part is not handed out as the whole."""
+    model = StandardizedVLLM(directory, tensor_parallel_size=2, **OPTIONS)
+    support = model.support(1)
+    assert "tensor parallelism" in support["self_attn.attention_queries"]
+    assert "tensor parallelism" in support["self_attn.attention_probabilities"]
+    assert support["self_attn.attention_premix"] is None
+    assert model.layers[1].self_attn.num_heads == 4
+
+
 def test_names_of_the_callers_own(directory):
     """More aliases than the family's, and one that names nothing, on a tree without an engine."""
     model = StandardizedVLLM(directory, rename={"layers": "blocks"}, **OPTIONS)

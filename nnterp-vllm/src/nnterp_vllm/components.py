@@ -159,8 +159,15 @@ def _probabilities(attention: "Attention") -> Pattern:
     return scores.softmax(-1).to(dtype)
 
 
+def ranks(envoy: OnEngine) -> int:
+    """Over how many devices the tensors of this envoy's model are split."""
+    return getattr(envoy.root, "kwargs", {}).get("tensor_parallel_size") or 1
+
+
 def no_engine_attention(attention: "Attention") -> str | None:
-    """Why this module's mixing is not the engine's plain attention layer, or None."""
+    """Why this module's mixing is not the engine's plain attention layer, which has all heads, or None."""
+    if ranks(attention) > 1:
+        return "tensor parallelism gives each device the attention of its own heads: read attention_premix"
     layer = getattr(child(attention, "attn"), "_module", None)
     if layer is None:
         return "this module has no attention layer of the engine"
@@ -221,19 +228,19 @@ class Attention(OnEngine, components.Attention):
         return self._layer().impl.scale if self.SCALED_QUERIES else 1.0
 
     def _layer(self) -> Any:
-        reason = no_engine_attention(self)
-        if reason is not None:
-            raise NotImplementedError(f"{self.path} does not say how many heads it has: {reason}")
-        return self.attn._module
+        layer = getattr(child(self, "attn"), "_module", None)
+        if not hasattr(layer, "head_size"):
+            raise NotImplementedError(f"{self.path} does not say how wide its heads are: {no_engine_attention(self)}")
+        return layer
 
     @property
     def num_heads(self) -> int:
-        """Query heads, of this rank where the model is split."""
-        return self._layer().num_heads
+        """Query heads, of all devices together."""
+        return self.o_proj._module.input_size // self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads, of this rank where the model is split."""
+        """Key/value heads, on a model that is not split over devices."""
         return self._layer().num_kv_heads
 
     @property
