@@ -5,8 +5,8 @@ import io
 import pytest
 import torch
 
-from nnterp import StandardizedTransformer, Unavailable, demo
-from nnterp.demo import pictures, prepared, toy_llava
+from nnterp import StandardizedTransformer, Unavailable, checkpoints, demo, families
+from nnterp.demo import pictures, prepared, script, toy_llava
 from nnterp.demo.figures import figures
 from nnterp.demo.seeing import seeing
 from nnterp.demo.terminal import Terminal
@@ -82,6 +82,37 @@ def test_a_load_that_no_image_reaches(untrained):
         seeing(model, iter)
 
 
+def test_a_checkpoint_whose_image_side_is_not_served_says_which_package_has_it(untrained, monkeypatch):
+    monkeypatch.setattr(families, "wrapper", lambda model_type: None)
+    monkeypatch.setattr(families, "plugins", list)
+    monkeypatch.setattr(demo, "EXPERIMENTS", {})
+    stream = io.StringIO()
+    (examined,) = demo.run([str(untrained)], None, Terminal(stream), device="cpu")
+    (section,) = examined.sections
+    assert section.finding is None and "pip install 'nnterp[vision]'" in section.reason
+    assert f"Not on this checkpoint: {section.reason[:20]}" in stream.getvalue()
+
+
+def test_a_photograph_that_cannot_be_fetched(untrained, monkeypatch):
+    model = prepared.load(str(untrained), print, dispatch=True, attn_implementation="eager", device="cpu")
+
+    def offline():
+        raise checkpoints.FetchError("no index")
+
+    monkeypatch.setattr(checkpoints, "photographs", offline)
+    with pytest.raises(Unavailable, match="no photograph: no index"):
+        seeing(model, iter)
+
+
+def test_support_lists_the_towers_blocks_with_their_axes(untrained):
+    model = prepared.load(str(untrained), print, attn_implementation="eager")
+    rows = {row.value: row for row in script.support(model).rows}
+    output, probabilities = rows["vision.layer_output"], rows["vision.self_attn.attention_probabilities"]
+    assert (output.blocks, output.of, output.axes) == (2, 2, "images patches vision_hidden_size")
+    assert probabilities.blocks == 2 and probabilities.axes.endswith("query key")
+    assert rows["vision.image_features"].blocks is None and rows["layer_output"].of == 3
+
+
 @pytest.mark.slow
 def test_the_trained_toy_says_where_the_square_is(tmp_path, monkeypatch):
     monkeypatch.setenv("NNTERP_CACHE", str(tmp_path))
@@ -92,3 +123,9 @@ def test_the_trained_toy_says_where_the_square_is(tmp_path, monkeypatch):
     assert found.effect.max() > 1.0
     others = found.effect.flatten().sort().values[:-1]
     assert others.max() < 0.2 * found.effect.max()
+    for colour, corner, cell in zip(pictures.COLOURS, (0, 60, 120, 171), [(0, 0), (3, 7), (7, 2), (4, 4)], strict=True):
+        other = pictures.picture(pictures.photographs()[1], (pictures.HELD_OUT, corner), colour, cell)
+        monkeypatch.setattr(pictures, "held_out", lambda other=other: other)
+        found = seeing(model, iter)
+        assert found.answer.strip() == colour
+        assert divmod(int(found.effect.argmax()), 8) == cell and found.effect.max() > 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnterp import StandardizedTransformer, Unavailable
+from nnterp import StandardizedTransformer, Unavailable, wrappers
 from nnterp.demo import script
 from nnterp.demo.prepared import PREPARED, CannotLoad, load
 from nnterp.demo.seeing import seeing
@@ -27,7 +27,7 @@ EXPERIMENTS: dict[str, Callable] = {
     "Steering: a direction for mood": script.steering,
 }
 
-#: What a checkpoint with an image side is put through before these.
+#: What a multimodal checkpoint is put through before these.
 OF_IMAGES: dict[str, Callable] = {"A photograph: where the answer is": seeing}
 
 
@@ -68,7 +68,7 @@ def run(names: Sequence[str], html: Path | None, terminal: Terminal | None = Non
         terminal.title(name, note)
         examined.append(Examined(name, note, facts(model), []))
         terminal.paragraph(", ".join(f"{fact} {value}" for fact, value in examined[-1].facts.items()))
-        images = OF_IMAGES if "vision" in model.__dict__ else {}
+        images = OF_IMAGES if wrappers.multimodal(model) else {}
         for title, experiment in {**images, **EXPERIMENTS}.items():
             examined[-1].sections.append(examine(model, title, experiment, terminal))
     if html is not None:

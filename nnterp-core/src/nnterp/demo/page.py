@@ -144,7 +144,7 @@ def tables(finding: Any) -> str:
 def _(finding: Support) -> str:
     rows = []
     for row in finding.rows:
-        where = "yes" if row.blocks is None else f"{row.blocks} of {finding.num_layers} blocks"
+        where = "yes" if row.blocks is None else f"{row.blocks} of {row.of} blocks"
         where = "no" if row.blocks is None and row.reason else where
         reason = f'<br><span class="no">{escape(row.reason)}</span>' if row.reason else ""
         rows.append(

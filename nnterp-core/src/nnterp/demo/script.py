@@ -42,41 +42,48 @@ def require(model: StandardizedTransformer, *values: str) -> None:
 
 @dataclass
 class Row:
-    """One value: its axes, the number of blocks that have it (None for the model's own) and why others do not."""
+    """One value: its axes, how many blocks have it, out of ``of`` (None for one that no block has), and why others do
+    not.
+    """
 
     value: str
     axes: str
     blocks: int | None
+    of: int | None
     reason: str | None
 
 
 @dataclass
 class Support:
     rows: list[Row]
-    num_layers: int
 
 
 def support(model: StandardizedTransformer, progress: Progress = iter) -> Support:
     """What this checkpoint has. Runs nothing."""
-    block_values = model.support(layer=0)
+    of = dict.fromkeys(model.support(layer=0), model.num_layers)
+    if "vision" in model.__dict__ and not model.vision.no_images():
+        of.update({f"vision.{value}": model.vision.num_layers for value in model.vision.support(layer=0)})
     rows = []
     for value, reasons in model.support().items():
         missing = reasons if isinstance(reasons, dict) else {}
         reason = reasons if isinstance(reasons, str) else next(iter(missing.values()), None)
-        blocks = model.num_layers - len(missing) if value in block_values else None
-        rows.append(Row(value, axes(model, value), blocks, reason))
-    return Support(rows, model.num_layers)
+        blocks = of[value] - len(missing) if value in of else None
+        rows.append(Row(value, axes(model, value), blocks, of.get(value), reason))
+    return Support(rows)
 
 
 def block_support(model: StandardizedTransformer, layer: int) -> Support:
     """What one block has."""
-    return Support([Row(v, axes(model, v), None, reason) for v, reason in model.support(layer).items()], 1)
+    return Support([Row(v, axes(model, v), None, None, reason) for v, reason in model.support(layer).items()])
 
 
 def axes(model: StandardizedTransformer, value: str) -> str:
     """The axes of a value, ``"batch seq hidden_size"``, from the first place in the model that declares it."""
     *path, name = value.split(".")
-    for host in (model, *model.layers):
+    hosts = [model, *model.layers]
+    if path[:1] == ["vision"]:
+        path, hosts = path[1:], [model.vision, *model.vision.layers]
+    for host in hosts:
         for step in path:
             host = getattr(host, step, None)
         declared = type(host).values().get(name) if hasattr(type(host), "values") else None

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nnterp.checkpoints import FetchError
 from nnterp.components import Unavailable
 from nnterp.demo import pictures
 from nnterp.demo.script import Progress
 from nnterp.images import placeholder
 
 if TYPE_CHECKING:
+    from nnterp.components.vision.tower import Vision
     from nnterp.standardized import StandardizedTransformer
 
 #: Cells along a side of the map, where an image has more patches than that: each is a run.
@@ -42,14 +44,14 @@ def seeing(model: StandardizedTransformer, progress: Progress) -> Seen:
     A cell is taken out where its patches leave the tower's first block: they become the mean of all patches there.
     ``vision.patch_map`` says which positions of the tower lie in which cell.
     """
-    if "vision" not in model.__dict__ or model.vision.no_images():
-        raise Unavailable("no image reaches this checkpoint as it is loaded")
-    shown, vision = pictures.held_out(), model.vision
+    vision, shown = image_side(model), held_out()
     prompt = f"{placeholder(model)}{pictures.QUESTION}"
     with torch.no_grad(), model.trace(prompt, images=[shown.image]):
         stream = vision.layers[0].layer_output.save()
         grid = vision.grid.save()
         probabilities = model.next_token_probs[0].save()
+    if len(grid) != 1:
+        raise Unavailable(f"this model cuts a picture into {len(grid)} pieces, and the map is of one")
     answer = int(probabilities.argmax())
 
     positions = vision.patch_map(torch.arange(stream.shape[1]).expand(stream.shape[:2]), grid)[0]
@@ -63,3 +65,22 @@ def seeing(model: StandardizedTransformer, progress: Progress) -> Seen:
     square = tuple(edge / pictures.SIDE for edge in shown.box)
     word = model.tokenizer.decode([answer])
     return Seen(pictures.QUESTION.strip(), word, float(probabilities[answer]), shown.image, square, effect)
+
+
+def image_side(model: StandardizedTransformer) -> Vision:
+    """``model.vision``; Unavailable, with the reason, where this load of a multimodal checkpoint has none."""
+    try:
+        vision = model.vision
+    except AttributeError as error:
+        raise Unavailable(str(error)) from error
+    if reason := vision.no_images():
+        raise Unavailable(reason)
+    return vision
+
+
+def held_out() -> pictures.Picture:
+    """The picture to ask about; Unavailable, with the reason, where its photograph cannot be fetched."""
+    try:
+        return pictures.held_out()
+    except FetchError as error:
+        raise Unavailable(f"the demo has no photograph: {error}") from error

@@ -86,11 +86,7 @@ class Terminal:
         rows, notes = [], {}
         for row in finding.rows:
             mark = "" if row.reason is None else f" [{notes.setdefault(row.reason, len(notes) + 1)}]"
-            where = (
-                ("yes" if row.reason is None else "no")
-                if row.blocks is None
-                else f"{row.blocks} of {finding.num_layers}"
-            )
+            where = ("yes" if row.reason is None else "no") if row.blocks is None else f"{row.blocks} of {row.of}"
             rows.append((row.value, where + mark, row.axes))
         self.table(rows, ("value", "blocks", "axes"))
         for reason, number in notes.items():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 IMAGE = "<image>"
 PIXELS, PATCH = 64, 8
-STEPS, PICTURES, TEXT_ROWS, REPEATED_ROWS, LEARNING_RATE = 400, 16, 8, 8, 2e-3
+STEPS, PICTURES, TEXT_ROWS, REPEATED_ROWS, LEARNING_RATE = 400, 24, 8, 6, 1.5e-3
 TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = {
     "hidden_size": 64,

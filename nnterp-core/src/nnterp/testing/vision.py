@@ -200,18 +200,13 @@ class VisionSuite(VisionPrompts):
         embed = self.bare.get_submodule(self.NATIVE["patch_embed"])
         pixels = self.pixels(count)
         assert read["grid"] == [tuple(side // vision.patch_size for side in image.shape[-2:]) for image in pixels]
-        maps = self.model.vision.patch_map(self.with_class_token(read["patch_embeddings"]), read["grid"])
+        maps = self.model.vision.patch_map(read["patch_embeddings"], read["grid"])
         for image, laid in zip(pixels, maps, strict=True):
             assert_close(laid, self.embedded(embed, image), ulps=ULPS_AFTER_MODEL)
 
     def embedded(self, embed: Any, image: Tensor) -> Tensor:
         """The bare embedding of each patch of ``image``, ``[rows, columns, vision_hidden_size]``."""
         return embed(image.unsqueeze(0))[0].permute(1, 2, 0).detach()
-
-    def with_class_token(self, patches: Tensor) -> Tensor:
-        """``patches`` with as many positions before them as the tower puts there."""
-        extra = self.model.vision.CLASS_TOKENS
-        return torch.cat([patches.new_zeros(len(patches), extra, patches.shape[-1]), patches], dim=1)
 
     def test_a_map_in_the_trace(self):
         model = self.model

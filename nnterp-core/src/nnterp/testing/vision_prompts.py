@@ -78,6 +78,27 @@ class VisionPrompts(VisionFacts):
                 model.logits.save()
         self.runs()
 
+    def test_an_image_beside_token_ids(self):
+        model, ids = self.model, self.inputs(0)["input_ids"]
+        with mistake(ValueError, "images=", "pixel_values"), model.trace(input_ids=ids, images=self.images()):  # here
+            model.logits.save()
+        self.runs()
+
+    def test_a_message_without_its_image(self):
+        model = self.model
+        parts = [{"type": "image"}, {"type": "text", "text": "The quick"}]
+        with mistake(ValueError, "image part"), model.trace([{"role": "user", "content": parts}]):  # here
+            model.logits.save()
+        self.runs()
+
+    def test_images_for_another_prompt(self):
+        """As many places as images in all, and not for each prompt."""
+        model, images = self.model, [[image] for image in self.images(2)]
+        prompts = [self.prompt(2), "A dog"]
+        with mistake(ValueError, r"\[2, 0\]", r"\[1, 1\]"), model.trace(prompts, images=images):  # here
+            model.logits.save()
+        self.runs()
+
     def test_a_place_without_an_image(self):
         model = self.model
         with mistake(ValueError, "image", r"images="), model.trace(self.prompt()):  # here

@@ -23,13 +23,14 @@ class Vision(components.Vision):
         "zip(patch_attention_mask[:, :, 0].sum(1), patch_attention_mask[:, 0].sum(1))"
     )
 
-    def rows_of_images(self, values: Tensor, grid: Any) -> list[Tensor]:
-        frame = framed(grid, values.shape[1]) if values.dim() > 1 and len(values) == len(grid) else None
+    def usual_grid(self, values: Tensor) -> None:
+        """None: which patches are padding is in the mask alone."""
+        return None
+
+    def rows_of_images(self, values: Tensor, grid: Any) -> list[Tensor] | None:
+        frame = framed(grid, values.shape[1]) if len(values) == len(grid) else None
         if frame is None:
-            raise ValueError(
-                f"patch_map of {self.path} takes values [images, patches, ...], here {len(grid)} images in rows that "
-                f"hold the grids {grid}, not a tensor of shape {tuple(values.shape)}"
-            )
+            return None
         laid = values.unflatten(1, frame)
         return [row[:high, :wide].flatten(0, 1) for row, (high, wide) in zip(laid, grid, strict=True)]
 

@@ -5,6 +5,8 @@ The tower's tensors are ``[patches, width]`` and are served as one row. Patches 
 Qwen2.5-VL takes the blocks window by window instead, until its merger has run. A video's frames are images of one row.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
@@ -63,6 +65,10 @@ class Vision(components.Vision):
         return value
 
     patch_embeddings = components.per_patch(patch_embeddings)
+
+    def rows_of_images(self, values: Tensor, grid: Any) -> list[Tensor] | None:
+        whole = all(side % self.spatial_merge_size == 0 for shape in grid for side in shape)
+        return components.Vision.rows_of_images(self, values, grid) if whole else None
 
     def arranged(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         side = self.spatial_merge_size

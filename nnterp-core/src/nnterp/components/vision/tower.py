@@ -223,53 +223,60 @@ class Vision(OfTower):
             return []
         return getattr(self.interleaver, GRIDS, {}).get(self.path, [])
 
+    def _known_grid(self) -> Grid | None:
+        """The grids of the run that asks, where the tower has run in it; ValueError where it has on several."""
+        grids = self._grids()
+        if any(each != grids[0] for each in grids):
+            raise ValueError(
+                f"patch_map of {self.path}: the tower ran {len(grids)} times in this trace, on patches that lie "
+                f"differently: pass the grid of the call that the values are from, patch_map(values, grid)"
+            )
+        return grids[0] if grids else None
+
     def patch_map(self, values: Tensor, grid: Sequence[tuple[int, int]] | None = None) -> list[Tensor]:
         """Values per patch laid out as the patches lie on the images: ``[rows, columns, ...]`` for each image.
 
         Args:
-            values: ``[images, patches, ...]`` in the tower's own order, of any of its values (``layer_output``, a row
-                of a pattern); a class token's and padding's are left out.
+            values: ``[images, patches, ...]`` in the tower's own order, of any of its values (``layer_output``,
+                ``patch_embeddings``, a row of a pattern); a class token's and padding's are left out.
             grid: `grid` of the trace they are from. Known inside that trace, and on a tower that takes images of one
                 size; elsewhere it has to be saved there and given here.
 
         Raises ValueError for another number of images or patches than the grid has.
         """
-        if grid is None:
-            grids = self._grids()
-            if any(each != grids[0] for each in grids):
-                raise ValueError(
-                    f"patch_map of {self.path}: the tower ran {len(grids)} times in this trace, on patches that lie "
-                    f"differently: pass the grid of the call that the values are from, patch_map(values, grid)"
-                )
-            grid = grids[0] if grids else None
-        if grid is None and not self.VARIABLE:
-            side = self.image_size // self.patch_size
-            grid = [(side, side)] * len(values)
+        grid = grid if grid is not None else self._known_grid() or self.usual_grid(values)
         if grid is None:
             raise ValueError(
-                f"patch_map of {self.path}: this tower takes images of any resolution, so outside the trace it cannot "
-                f"be known how the patches lie: save vision.grid in the trace and pass it, patch_map(values, grid)"
+                f"patch_map of {self.path}: how the patches of an image lie is not the same for all on this tower, and "
+                f"not known outside the trace: save vision.grid in the trace and pass it, patch_map(values, grid)"
             )
-        rows = self.rows_of_images(values, grid)
-        return [self.arranged(row, shape) for row, shape in zip(rows, grid, strict=True)]
-
-    def rows_of_images(self, values: Tensor, grid: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """``values`` of each image, ``[patches, ...]``: its patches alone, in the tower's order."""
-        counts = [rows * columns for rows, columns in grid]
-        if self.PACKED:
-            expected: Any = (1, sum(counts))
-            rows = list(values[0].split(counts)) if tuple(values.shape[:2]) == expected else None
-        else:
-            first = self.CLASS_TOKENS
-            expected = f"{len(grid)} images of at least {max(counts) + first} positions"
-            fits = len(values) == len(grid) and values.dim() > 1 and values.shape[1] >= max(counts) + first
-            rows = [row[first : first + n] for row, n in zip(values, counts, strict=True)] if fits else None
+        rows = self.rows_of_images(values, grid) if len(grid) and values.dim() > 1 else None
         if rows is None:
             raise ValueError(
-                f"patch_map of {self.path} takes values [images, patches, ...], here {expected} for the grids {grid}, "
-                f"not a tensor of shape {tuple(values.shape)}"
+                f"patch_map of {self.path} takes values [images, patches, ...] of as many images and patches as the "
+                f"grids {list(grid)} have, not a tensor of shape {tuple(values.shape)}"
             )
-        return rows
+        return [self.arranged(row, shape) for row, shape in zip(rows, grid, strict=True)]
+
+    def usual_grid(self, values: Tensor) -> Grid | None:
+        """The grids of ``values`` on a tower all of whose images have one; None where an image has its own."""
+        if self.VARIABLE:
+            return None
+        side = self.image_size // self.patch_size
+        return [(side, side)] * len(values)
+
+    def rows_of_images(self, values: Tensor, grid: Sequence[tuple[int, int]]) -> list[Tensor] | None:
+        """``values`` of each image, ``[patches, ...]``: its patches alone, in the tower's order.
+
+        None where they are not those of ``grid``. The class token is not yet there in `patch_embeddings`.
+        """
+        counts = [rows * columns for rows, columns in grid]
+        if self.PACKED:
+            return list(values[0].split(counts)) if tuple(values.shape[:2]) == (1, sum(counts)) else None
+        positions = values.shape[1]
+        if len(values) != len(grid) or positions not in (counts[0], counts[0] + self.CLASS_TOKENS):
+            return None
+        return list(values[:, positions - counts[0] :]) if set(counts) == {counts[0]} else None
 
     def arranged(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """One image's ``values``, ``[patches, ...]`` in the tower's order, as ``[rows, columns, ...]``."""
