@@ -26,7 +26,7 @@ def untrained(tmp_path_factory):
 
 def test_the_square_is_where_the_picture_says():
     shown = pictures.held_out()
-    pixels = torch.tensor(list(shown.image.getdata())).reshape(pictures.SIDE, pictures.SIDE, 3)
+    pixels = torch.tensor(list(shown.image.tobytes())).reshape(pictures.SIDE, pictures.SIDE, 3)
     left, top, right, bottom = shown.box
     inside = pixels[top:bottom, left:right].reshape(-1, 3)
     assert (inside == torch.tensor(pictures.COLOURS[shown.answer])).all()

@@ -12,7 +12,7 @@ from typing import Any
 
 QUESTION = " The square is"
 COLOURS = {"green": (20, 200, 40), "blue": (20, 40, 240), "pink": (255, 60, 200), "cyan": (20, 220, 230)}
-"""Colours far from those of the two photographs: a red or yellow square is soon taken for a petal of the orange flower."""
+"""Colours far from those of the photographs: a red or yellow square is soon taken for a petal of the orange flower."""
 
 MISSING = "missing"
 """The answer where there is no square."""
