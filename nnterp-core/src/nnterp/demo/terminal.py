@@ -164,8 +164,11 @@ class Terminal:
     def _(self, finding: Seen) -> None:
         self.line("How far the answer falls without each cell of the photograph:")
         most = max(float(finding.effect.max()), 1e-6)
+        edge = "──" * finding.effect.shape[1]
+        self.line(f"  ┌{edge}┐")
         for row in finding.effect:
-            self.line(f"  {''.join(2 * shade(max(float(effect), 0.0) / most) for effect in row)}".rstrip())
+            self.line(f"  │{''.join(2 * shade(max(float(effect), 0.0) / most) for effect in row)}│")
+        self.line(f"  └{edge}┘")
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
