@@ -269,9 +269,8 @@ class EProperty(eproperty):
     def _view(self, obj: Any, element: Any) -> Any:
         return element if self._preprocess is None else self._preprocess(obj, element)
 
-    def _check_rows(self, obj: Any, value: Any) -> None:
-        """Raise ValueError where ``value`` has other rows than those of the invoke that asks."""
-        refuse_mixed_rows(self, obj, value)
+    #: ``(envoy, value)``: raises ValueError where the value has other rows than those of the invoke that asks.
+    _check_rows = refuse_mixed_rows
 
     def _write_back(self, obj: Any, view: Any, raw: Any) -> Any:
         return self._pack(obj, raw, self._transform(obj, view, self._pick(obj, raw)))
