@@ -54,6 +54,12 @@ class TestClip(VisionSuite):
             images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
         )
 
+    def test_a_name_of_the_callers_own_in_place_of_the_standard_one(self):
+        model = self.loaded.load(rename={"model.vision_tower": "eyes"})
+        assert model.eyes._module is model._module.model.vision_tower
+        with mistake(AttributeError, "rename=", "eyes", r"\['vision', \.\.\.\]"):
+            model.vision  # here # noqa: B018
+
 
 class TestSiglip(TestClip):
     """LLaVA-Interleave: the last block before the tower's norm, every patch a feature."""

@@ -40,6 +40,11 @@ def check_prompts(model: Any, invokes: list[tuple]) -> None:
             _check_prompt(prompt, named)
         prompts = [prompt] if isinstance(prompt, str) else prompt
         place = placeholder(model)
+        if place is not None and not parts and any(place in text for text in _texts(prompt)):
+            raise ValueError(
+                f"a message has {place!r} in its text and no image: put one among its parts, "
+                f"{{'type': 'image', 'image': ...}}, and the template writes {place!r}"
+            )
         if place is None or not _are(prompts, str):
             continue
         places: Any = [each.count(place) for each in prompts]
@@ -167,11 +172,19 @@ def _messages(prompt: Any) -> list[Mapping]:
     return [each for part in prompt for each in _messages(part)] if isinstance(prompt, (list, tuple)) else []
 
 
-def _image_parts(prompt: Any) -> list[Mapping]:
-    """The parts of chat messages that are images."""
+def _parts(prompt: Any) -> list[Mapping]:
+    """The parts of chat messages; a content that is a string is one of text."""
     contents = [message["content"] for message in _messages(prompt)]
-    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
-    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+    lists = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
+    return [part for each in lists if isinstance(each, (list, tuple)) for part in each if isinstance(part, Mapping)]
+
+
+def _image_parts(prompt: Any) -> list[Mapping]:
+    return [part for part in _parts(prompt) if part.get("type") == "image"]
+
+
+def _texts(prompt: Any) -> list[str]:
+    return [part["text"] for part in _parts(prompt) if isinstance(part.get("text"), str)]
 
 
 def _are(items: Any, kind: type | tuple[type, ...]) -> bool:

@@ -103,6 +103,12 @@ def refuse_image_side(name: str, model: Any) -> None:
     """Raise AttributeError for ``model.vision`` or ``model.projector`` of a wrapper that has none here, and say why."""
     kind = model._module.config.model_type
     if model.overlay is not None:
+        taken = next((key for key in model._own_names if name in _listed(model.overlay.RENAME.get(key, []))), None)
+        if taken is not None:
+            raise AttributeError(
+                f"there is no model.{name}: rename={{{taken!r}: {model._own_names[taken]!r}}} took its place; name "
+                f"both, {{{taken!r}: [{name!r}, ...]}}"
+            )
         raise AttributeError(
             f"there is no model.{name}: this load of {kind!r} built {type(model._module).__name__}, which has no image "
             f'side; load it with task="image-text-to-text"'

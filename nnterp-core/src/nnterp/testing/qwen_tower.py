@@ -167,6 +167,11 @@ class QwenSuite(VisionSuite):
             for place, norm in zip(self.places(2).tolist(), norms[0], strict=True):
                 assert place[0] != image or laid[place[1], place[2]] == norm
 
+    def test_a_map_of_a_grid_that_no_merge_blocks_fill(self):
+        """As many patches as there are, in an odd number of rows: blocks would be left out."""
+        with mistake(ValueError, "patch_map", r"\(5, 12\)"):
+            self.model.vision.patch_map(torch.zeros(1, 60, 3), [(5, 12)])  # here
+
     def test_frames_of_a_video_are_images(self):
         """The tower lays a video of two frames out as two images are, and attends within each."""
         model, frames = self.model, torch.tensor([[2, *self.GRID[0]]])

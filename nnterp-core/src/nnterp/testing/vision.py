@@ -10,6 +10,7 @@ from nnterp import Vision, components, families
 from nnterp.components.vision.layouts import ImageFeatures, ImageTokenMask, Patches
 from nnterp.testing.comparing import ULPS_AFTER_MODEL, assert_close, assert_differs, assert_same
 from nnterp.testing.edits import edit_of, moved
+from nnterp.testing.mistakes import mistake
 from nnterp.testing.oracles import Site
 from nnterp.testing.vision_facts import BLOCK, TOWER
 from nnterp.testing.vision_prompts import VisionPrompts
@@ -219,6 +220,29 @@ class VisionSuite(VisionPrompts):
             assert_same(got, expected)
         with pytest.raises(ValueError, match="patch_map"):
             model.vision.patch_map(norms[:, 1:-1], [(rows + 1, columns) for rows, columns in grid])
+
+    def test_a_map_of_another_grid(self):
+        """None, an image less, and a row more in each: not the patches that are there."""
+        vision, read = self.model.vision, self.everything(2)
+        norms, grid = read["layer_output", 0].norm(dim=-1), read["grid"]
+        for wrong in ([], grid[1:], [(rows + 1, columns) for rows, columns in grid]):
+            with mistake(ValueError, "patch_map", "shape"):
+                vision.patch_map(norms, wrong)  # here
+        with mistake(ValueError, "patch_map", "shape"):
+            vision.patch_map(norms[0, 0], grid)  # here
+
+    def test_a_map_outside_the_trace(self):
+        """Every image (tile) as in it; where it cannot be known how they lie, the grid is asked for."""
+        vision, read = self.model.vision, self.everything(2)
+        for values in (read["patch_embeddings"], read["layer_output", 0], read["tower_output"]):
+            if vision.usual_grid(values) is None:
+                with mistake(ValueError, "grid", r"patch_map\(values, grid\)"):
+                    vision.patch_map(values)  # here
+                continue
+            maps = vision.patch_map(values)
+            assert [tuple(each.shape[:2]) for each in maps] == read["grid"]
+            for got, expected in zip(maps, vision.patch_map(values, read["grid"]), strict=True):
+                assert_same(got, expected)
 
     # -- writes -------------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,29 @@ class VisionPrompts(VisionFacts):
             model.logits.save()
         self.runs()
 
+    def test_messages_with_images_in_two_invokes(self):
+        """What the tower makes of both images would be one tensor, in either invoke."""
+        model = self.model
+        one, other = ([{"role": "user", "content": [{"type": "image", "image": each}]}] for each in self.images(2))
+        with mistake(ValueError, "one invoke"), model.trace() as tracer:  # here
+            with tracer.invoke(one):
+                model.vision.image_features[:] = 0
+            with tracer.invoke(other):
+                model.logits.save()
+        self.runs()
+
+    def test_a_place_in_a_message_without_an_image(self):
+        model, message = self.model, {"role": "user", "content": self.prompt()}
+        with mistake(ValueError, "in its text", "parts"), model.trace([message]):  # here
+            model.logits.save()
+        self.runs()
+
+    def test_an_image_without_a_prompt(self):
+        model = self.model
+        with mistake(ValueError, "no prompt"), model.trace(images=self.images()):  # here
+            model.logits.save()
+        self.runs()
+
     def test_images_for_another_prompt(self):
         """As many places as images in all, and not for each prompt."""
         model, images = self.model, [[image] for image in self.images(2)]
@@ -111,7 +134,7 @@ class VisionPrompts(VisionFacts):
             model.logits.save()
         self.runs()
 
-    @pytest.mark.parametrize("name", ["patch_embeddings", "tower_output", "image_features"])
+    @pytest.mark.parametrize("name", ["grid", "patch_embeddings", "tower_output", "image_features"])
     def test_an_image_value_without_an_image(self, name):
         model = self.model
         with mistake(OutOfOrderError, name, r"images=\[\.\.\.\]"), model.trace(self.prompt(0)):
@@ -135,7 +158,12 @@ class VisionPrompts(VisionFacts):
         assert not [row for row in model.support() if row.startswith("vision.")]
         with mistake(ValueError, "image-text-to-text"), model.trace(self.prompt(), images=self.images()):  # here
             model.logits.save()
+        message = {"role": "user", "content": [{"type": "image", "image": self.images()[0]}]}
+        with mistake(ValueError, "image-text-to-text"), model.trace([message]):  # here
+            model.logits.save()
         if not self.TEXT_LOAD_HAS_TOWER:
+            with mistake(ValueError, "pixel_values", "image-text-to-text"), model.trace(self.inputs()):  # here
+                model.logits.save()
             with mistake(AttributeError, "vision", "image-text-to-text"):
                 model.vision  # here # noqa: B018
             return

@@ -55,20 +55,19 @@ class Vision(components.Vision):
         tiles = self._module.max_num_tiles
         return value.unflatten(0, (1, -1, tiles, self._module.num_patches))
 
-    def usual_grid(self, values: Tensor) -> list[tuple[int, int]]:
-        """The grids of all tiles: a row of ``values`` is an image with its tiles, or is one of them."""
-        (one, *_), tiles = components.Vision.usual_grid(self, values), self._module.max_num_tiles
-        alone = values.dim() > 1 and values.shape[1] < self._module.num_patches * tiles
-        return [one] * (len(values) if alone else len(values) * tiles)
+    def usual_grid(self, values: Tensor) -> Any:
+        return components.Vision.usual_grid(self, self.per_tile(values))
 
     def rows_of_images(self, values: Tensor, grid: Any) -> list[Tensor] | None:
-        tiles, rest = divmod(len(grid), len(values)) if len(values) else (0, 0)
-        if tiles == self._module.max_num_tiles and not rest and values.shape[1] % tiles == 0:
-            values = values.unflatten(1, (tiles, -1)).flatten(0, 1)
-            if values.shape[1] != -(-self._module.num_patches // 8) * 8:
-                return None
-            values = values[:, : self._module.num_patches]
-        return components.Vision.rows_of_images(self, values, grid)
+        return components.Vision.rows_of_images(self, self.per_tile(values), grid)
+
+    def per_tile(self, values: Tensor) -> Tensor:
+        """``values`` with a row for each tile, without padding; `patch_embeddings` are so already."""
+        tiles, positions = self._module.max_num_tiles, self._module.num_patches
+        padded = -(-positions // 8) * 8
+        if values.dim() < 2 or values.shape[1] != tiles * padded:
+            return values
+        return values.unflatten(1, (tiles, padded))[:, :, :positions].flatten(0, 1)
 
 
 def gated(place: str) -> Callable[[Any], str]:

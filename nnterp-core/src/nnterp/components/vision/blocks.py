@@ -64,7 +64,9 @@ class VisionLayer(OfTower, Layer):
     """A block of an image tower: the values of `Layer`, each ``[images, patches, vision_hidden_size]``.
 
     The identity holds: ``layer_input + attention_output + mlp_output == layer_output``. In-place edits and assignment
-    reach the tower, and the text where the model reads that block or a later one.
+    reach the tower, and the text where the model reads that block or a later one. ``layer_input`` is the very tensor
+    that left the block before: edited in place, it is another for a projector that reads that block too (LLaVA-1.5);
+    assigned, it is not.
     """
 
     layer_input = per_patch(Layer.layer_input)

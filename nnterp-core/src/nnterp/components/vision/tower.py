@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from greenlet import getcurrent
-from nnsight.intervention.interleaver import Mediator
+from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from nnsight.intervention.source import STATE
 from torch import Tensor
 
 from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable
+from nnterp.components.locations import missed
 from nnterp.components.standard import Standard, blocks_support, every_row
 from nnterp.components.taps import HELPERS, argument, entering
 from nnterp.components.vision.blocks import NO_PROCESSOR, OfTower, per_patch
@@ -49,8 +50,14 @@ def _grid(vision: "Vision") -> Any:
     Of each crop or tile where the model cuts images into such. Read at any place of the trace from the tower on; of
     the tower's first call, where it has several (an image and a video in one prompt).
     """
-    known = vision._grids()
-    return known[0] if known else Mediator.value(f"{vision.path}.grid")
+    known, location = vision._grids(), f"{vision.path}.grid"
+    if known:
+        return known[0]
+    try:
+        return Mediator.value(location)
+    except OutOfOrderError as error:  # the same one, by which nnsight knows the end of a loop over steps
+        error.args = (missed(f"grid of {vision.path}", location, vision.ABSENT),)
+        raise
 
 
 def _image_token_mask(vision: "Vision") -> ImageTokenMask:
