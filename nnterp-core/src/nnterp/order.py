@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 from nnsight.intervention.interleaver import OutOfOrderError
 from nnsight.intervention.source import SourceNotAvailable
 
-from nnterp.components.eproperty import DerivedEProperty, Unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import Unavailable
 from nnterp.components.standard import Standard, hosts_of
 from nnterp.probing import call, shapes_only, untouched
 

@@ -11,7 +11,8 @@ from nnsight.modeling.transformers import TransformersModel
 from torch import Size, Tensor, nn
 
 from nnterp import images, loading, wrappers
-from nnterp.components.eproperty import DerivedEProperty, EProperty
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import EProperty
 from nnterp.components.inputs import TokenIds
 from nnterp.components.layouts import Logits, NextTokenProbs, Residual, Tokens
 from nnterp.components.serving import ServingInterleaver

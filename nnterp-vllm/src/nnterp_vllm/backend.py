@@ -13,7 +13,8 @@ from typing import Any
 
 from nnterp import components as standard
 from nnterp.components import interface
-from nnterp.components.eproperty import DerivedEProperty, EProperty, unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import EProperty, unavailable
 from nnterp.root import Standardized
 from nnterp.sizes import StandardizedProperty
 from nnterp_vllm.components import Attention, Block, Mlp, Moe, no_own_activation

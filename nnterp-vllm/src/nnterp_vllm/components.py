@@ -9,7 +9,8 @@ from greenlet import getcurrent
 from torch import Tensor
 
 from nnterp import components
-from nnterp.components.eproperty import DerivedEProperty, Unavailable, unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import Unavailable, unavailable
 from nnterp.components.layouts import Pattern
 from nnterp.components.locations import FIRST, child
 from nnterp.components.standard import Standard

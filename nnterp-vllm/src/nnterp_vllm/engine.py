@@ -8,7 +8,8 @@ from nnsight.modeling.vllm.envoys import parallel_envoys
 from torch import Size, Tensor, nn
 
 from nnterp import families, loading
-from nnterp.components.eproperty import DerivedEProperty, unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import unavailable
 from nnterp.components.layouts import Logits, NextTokenProbs, Residual, Tokens
 from nnterp.components.locations import FIRST
 from nnterp.components.standard import Blocks

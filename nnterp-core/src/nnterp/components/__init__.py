@@ -1,7 +1,8 @@
 """The components: the envoys of a decoder block, their values, and the layouts of those values."""
 
 from nnterp.components.attention import NOT_ON_INTERFACE, Attention, CrossAttention, eager_function, implementation_of
-from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable, unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import EProperty, Unavailable, unavailable
 from nnterp.components.experts_interface import gated_expert
 from nnterp.components.layer import PARALLEL, POST_NORM, Layer, MixerLayer, ParallelLayer, mid_at
 from nnterp.components.layouts import (

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from nnterp.components import runs
-from nnterp.components.taps import CannotTap, calls, served, tapped
+from nnterp.components.definitions import CannotTap, calls
+from nnterp.components.taps import served, tapped
 
 SLOTS = "expert_outputs"
 

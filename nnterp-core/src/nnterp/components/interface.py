@@ -20,7 +20,8 @@ from nnsight.intervention.source import STATE
 from torch import nn
 
 from nnterp.components import runs
-from nnterp.components.taps import VISITS, CannotTap, calls, insert, tapped, targets, visited
+from nnterp.components.definitions import CannotTap, calls, targets
+from nnterp.components.taps import VISITS, insert, tapped, visited
 
 INPUTS = "attention_inputs"
 SCORES = "attention_scores"

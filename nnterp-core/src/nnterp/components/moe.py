@@ -8,7 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nnterp.components import experts_interface
-from nnterp.components.eproperty import DerivedEProperty, unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import unavailable
 from nnterp.components.layouts import HIDDEN, Residual
 from nnterp.components.locations import child, parsed
 from nnterp.components.mlp import Mlp

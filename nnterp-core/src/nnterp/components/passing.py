@@ -13,7 +13,8 @@ from typing import Any
 from nnsight.intervention.source import NO_SKIP, STATE
 from torch import Tensor, nn
 
-from nnterp.components.taps import HELPERS, CannotTap, Rule, ServeAssign, bodies, calls, parsed
+from nnterp.components.definitions import CannotTap, bodies, calls, parsed
+from nnterp.components.taps import HELPERS, Rule, ServeAssign
 
 PASS = "__pass_by__"
 

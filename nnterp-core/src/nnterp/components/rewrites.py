@@ -7,7 +7,8 @@ They stand among a class's ``TAPS`` under any name, and are applied in the order
 import ast
 from collections.abc import Mapping
 
-from nnterp.components.taps import Rule, bodies, nth, parsed, targets
+from nnterp.components.definitions import bodies, nth, parsed, targets
+from nnterp.components.taps import Rule
 
 
 def out_of_place(variable: str) -> Rule:

@@ -11,10 +11,11 @@ from nnsight.intervention.source import STATE, State, install_source, instrument
 from torch import nn
 
 from nnterp.components import runs
+from nnterp.components.definitions import CannotTap
 from nnterp.components.eproperty import EProperty, Unavailable, role
 from nnterp.components.locations import refuse_late
 from nnterp.components.sharded import add_rules
-from nnterp.components.taps import CannotTap, Rule, tapped
+from nnterp.components.taps import Rule, tapped
 
 #: The attribute of a copy of a forward that says which locations it serves.
 LOCATIONS = "__nnterp_locations__"

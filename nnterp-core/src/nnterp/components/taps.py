@@ -27,6 +27,18 @@ from nnsight.intervention.source import (
     source_tree,
 )
 
+from nnterp.components.definitions import (
+    CannotTap,
+    bodies,
+    calls,
+    computes,
+    is_factor,
+    nth,
+    own,
+    parsed,
+    targets,
+)
+
 SERVE = "__serve__"
 
 #: The attribute of a run's interleaver that says in which call of its module each location was visited last.
@@ -37,10 +49,6 @@ HELPERS: dict[str, Callable] = {}
 
 #: A rule receives the function's definition and the native name of each standard child, and puts its tap in.
 Rule = Callable[[ast.FunctionDef, str, Mapping[str, str]], None]
-
-
-class CannotTap(ValueError):
-    """The function is not written the way a rule expects; the message says what is missing."""
 
 
 def serve(module: Any, name: str, value: Any, split: tuple[int, int] | None = None, apart: bool = False) -> Any:
@@ -149,13 +157,6 @@ def product(attribute: str, occurrence: int = 0) -> Rule:
     return apply
 
 
-def is_factor(side: ast.expr, attribute: str) -> bool:
-    """Whether ``side`` is ``self.<attribute>`` or a method's result of it."""
-    if isinstance(side, ast.Call) and isinstance(side.func, ast.Attribute):
-        side = side.func.value
-    return isinstance(side, ast.Attribute) and side.attr == attribute
-
-
 def sum_of(left: str, right: str, occurrence: int = 0) -> Rule:
     """The variable that the ``occurrence``-th statement of the form ``x = left + right`` assigns, right behind it."""
 
@@ -250,59 +251,6 @@ def apart(rule: Rule, when: str = "True") -> Rule:
     return apply
 
 
-# -- reading a definition ---------------------------------------------------------------------------------------------
-
-
-def bodies(node: ast.AST):
-    """Every list of statements under ``node``, innermost first."""
-    for child in ast.iter_child_nodes(node):
-        yield from bodies(child)
-    for field in ("body", "orelse"):
-        block = getattr(node, field, None)
-        if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
-            yield block
-
-
-def own(statement: ast.stmt) -> ast.AST:
-    """``statement`` without the blocks nested in it: what it evaluates itself."""
-    if isinstance(statement, (ast.If, ast.While)):
-        return statement.test
-    if isinstance(statement, (ast.For, ast.With, ast.Try, ast.FunctionDef)):
-        return ast.Pass()
-    return statement
-
-
-def calls(node: ast.AST, name: str) -> list[ast.Call]:
-    """The calls of ``name`` (a function, a method or a child module) under ``node``, in source order."""
-    found = [
-        child
-        for child in ast.walk(node)
-        if isinstance(child, ast.Call)
-        and name == (getattr(child.func, "attr", None) or getattr(child.func, "id", None))
-    ]
-    return sorted(found, key=lambda call: (call.end_lineno, call.end_col_offset))
-
-
-def targets(statement: ast.stmt) -> set[str]:
-    """The names ``statement`` assigns, in its branches too."""
-    found = [node.targets for node in ast.walk(statement) if isinstance(node, ast.Assign)]
-    found += [[node.target] for node in ast.walk(statement) if isinstance(node, (ast.AugAssign, ast.AnnAssign))]
-    return {leaf.id for group in found for target in group for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
-
-
-def computes(statement: ast.stmt, variable: str) -> bool:
-    """Whether ``statement`` gives ``variable`` a value that is not just another name's."""
-    return variable in targets(statement) and not (
-        isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)
-    )
-
-
-def nth(found: list, occurrence: int, what: str, definition: ast.FunctionDef) -> Any:
-    if not -len(found) <= occurrence < len(found):
-        raise CannotTap(f"{definition.name} has {len(found)} of {what}, not one at {occurrence}")
-    return found[occurrence]
-
-
 # -- writing one ------------------------------------------------------------------------------------------------------
 
 
@@ -333,14 +281,6 @@ def replace(definition: ast.FunctionDef, name: str, target: ast.expr) -> None:
                 value[:] = [served(definition, name, target) if item is target else item for item in value]
                 return None
     raise CannotTap(f"{definition.name}: the expression stands alone")
-
-
-def parsed(code: str, at: ast.AST) -> ast.expr:
-    """The expression ``code``, placed where ``at`` is."""
-    tree = ast.parse(code, mode="eval").body
-    for node in ast.walk(tree):
-        ast.copy_location(node, at)
-    return tree
 
 
 def insert(body: list, index: int, definition: ast.FunctionDef, name: str, *variables: str) -> None:

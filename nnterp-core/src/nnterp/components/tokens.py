@@ -14,8 +14,9 @@ import torch
 from greenlet import getcurrent
 from nnsight.intervention.source import STATE
 
+from nnterp.components.definitions import CannotTap
 from nnterp.components.eproperty import EProperty
-from nnterp.components.taps import HELPERS, CannotTap, Rule
+from nnterp.components.taps import HELPERS, Rule
 
 NOTE = "__note_rows__"
 ROWS = "__nnterp_rows__"

@@ -27,9 +27,10 @@ import torch
 from nnsight.intervention.source import STATE
 from torch import Tensor
 
+from nnterp.components.definitions import CannotTap, calls
 from nnterp.components.recurrence.mechanisms import MECHANISMS, Mechanism
 from nnterp.components.recurrence.sources import PER_TOKEN, compiled, plain, serving_copy
-from nnterp.components.taps import HELPERS, CannotTap, Rule, calls
+from nnterp.components.taps import HELPERS, Rule
 
 INPUTS = "kernel_inputs"
 STATE_AT = "state"

@@ -9,7 +9,8 @@ from greenlet import getcurrent
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from torch import Tensor
 
-from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import EProperty, Unavailable
 from nnterp.components.layouts import Residual
 from nnterp.components.locations import FIRST, missed
 from nnterp.components.recurrence.calls import (

@@ -7,7 +7,8 @@ from typing import Any
 
 from nnsight.intervention.source import SourceNotAvailable, source_tree
 
-from nnterp.components.taps import CannotTap, bodies, recompiled, targets
+from nnterp.components.definitions import CannotTap, bodies, targets
+from nnterp.components.taps import recompiled
 
 #: transformers' kernels that are loops over tokens: the variable that holds the state.
 PER_TOKEN = {

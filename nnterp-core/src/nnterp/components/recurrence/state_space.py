@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from nnterp.components.eproperty import DerivedEProperty, Unavailable, unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import Unavailable, unavailable
 from nnterp.components.module_sizes import module_int
 from nnterp.components.recurrence.calls import INPUTS, kernel_call
 from nnterp.components.recurrence.layouts import (

@@ -8,7 +8,8 @@ from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from nnsight.intervention.source import STATE
 from torch import Tensor
 
-from nnterp.components.eproperty import DerivedEProperty, EProperty, Unavailable
+from nnterp.components.derived import DerivedEProperty
+from nnterp.components.eproperty import EProperty, Unavailable
 from nnterp.components.locations import missed
 from nnterp.components.standard import Standard, blocks_support, every_row
 from nnterp.components.taps import HELPERS, argument, entering
